@@ -1,0 +1,458 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace hob {
+
+// Ubatches of at least this many tokens are prompt processing: they want nearly every expert once.
+static constexpr int BULK_TOKENS = 32;
+
+// Waves of a batch whose experts would all fit at once: enough to load while computing.
+static constexpr int BULK_WAVES = 4;
+
+engine::engine(model_layout layout, const hobbit_params & params, const budget & b, std::unique_ptr<storage> files)
+    : layout_(std::move(layout)), params_(params), budget_(b), files_(std::move(files)), records_(layout_),
+      policy_(make_policy(params.policy)), stats_(layout_.layers.size()),
+      loader_(*files_, params.n_io_threads, layout_.piece_bytes()) {
+    if (!policy_) {
+        throw std::runtime_error("policy " + std::to_string(params.policy) + " is unknown");
+    }
+    for (size_t g = 0; g < layout_.groups.size(); ++g) {
+        for (int c = 0; c < N_COPIES; ++c) {
+            pools_.emplace_back(layout_, (int) g, c);
+        }
+    }
+}
+
+engine::~engine() = default;
+
+// A wave may use at most half of the high pool, so that the next one has slots to load into. Then
+// ceil(experts/half) waves always suffice: hits go into wave 0, which has room for at least
+// min(half, slots - hits) misses.
+int engine::waves(int layer, int n_tokens, int n_used) const {
+    const layer_layout & l = layout_.layers[layer];
+    const int slots    = layout_.groups[l.group].n_slots[COPY_HIGH];
+    const int distinct = (int) std::min<int64_t>(l.n_expert, (int64_t) n_tokens * n_used);
+    if (distinct <= slots) {
+        return n_tokens < BULK_TOKENS ? 1 : std::min(BULK_WAVES, distinct);
+    }
+    const int half = std::max(1, slots / 2);
+    const int n = (distinct + half - 1) / half;
+    return n_tokens < BULK_TOKENS ? n : std::max(n, std::min(BULK_WAVES, distinct));
+}
+
+void engine::begin_graph() {
+    graph_mutex_.lock();
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    error_.clear();
+    loader_.clear_error();
+    pass_++;
+    graph_t0_ = now_us();
+}
+
+std::string engine::end_graph() {
+    std::string err;
+    {
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        finish_step();
+        graphs_++;
+        graph_us_ += now_us() - graph_t0_;
+        err = error_;
+    }
+    graph_mutex_.unlock();
+    return err;
+}
+
+void engine::fail(const std::string & why) {
+    if (error_.empty()) {
+        error_ = why;
+    }
+}
+
+void engine::event(int kind, int layer, int expert, int copy, int slot) {
+    if (hooks_.event) {
+        hooks_.event(hooks_.user, kind, layer, expert, copy < 0 ? HOBBIT_SKIP : copy == COPY_HIGH ? HOBBIT_HIGH : HOBBIT_LOW, slot);
+    }
+}
+
+policy_context engine::context_for(int group) const {
+    const group_layout & g = layout_.groups[group];
+    policy_context ctx;
+    ctx.rec      = &records_;
+    ctx.layer    = layer_;
+    ctx.n_layers = (int) layout_.layers.size();
+    ctx.pass     = pass_;
+    ctx.cost_low = (float) ((double) g.expert_bytes(COPY_LOW) / (double) g.expert_bytes(COPY_HIGH));
+    std::copy(std::begin(params_.policy_weights), std::end(params_.policy_weights), ctx.weights);
+    return ctx;
+}
+
+void engine::route(const route_request & req, int wave, const route_result & out) {
+    const int64_t t0 = now_us();
+    {
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        if (wave == 0) {
+            finish_step();
+            if (req.first) {
+                records_.begin(req.context, req.seq, req.pos, req.n_tokens);
+            }
+            plan(req);
+        } else {
+            finish_wave(wave - 1);
+        }
+        if (error_.empty() && issue(wave, true) && wave + 1 < n_waves_) {
+            issue(wave + 1, false);
+        }
+        stats_[layer_].plan_us += now_us() - t0;
+    }
+    if (wave == 0 && hooks_.prefetch && error_.empty()) {
+        hooks_.prefetch(hooks_.user, handle_, layer_, n_tokens_, n_used_, experts_.data(), weights_.data());
+    }
+    wait(wave, PART_EARLY);
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    fill(wave, out);
+}
+
+void engine::wait_late(int wave, const int32_t * high_in, const int32_t * low_in, int32_t * high, int32_t * low, int n) {
+    if (wait(wave, PART_LATE)) {
+        memcpy(high, high_in, n * sizeof(int32_t));
+        memcpy(low, low_in, n * sizeof(int32_t));
+    } else {
+        std::fill(high, high + n, -1);
+        std::fill(low, low + n, -1);
+    }
+}
+
+void engine::plan(const route_request & req) {
+    layer_    = req.layer;
+    n_tokens_ = req.n_tokens;
+    n_used_   = req.n_used;
+    n_waves_  = req.n_waves;
+    bulk_     = req.n_tokens >= BULK_TOKENS;
+    clock_++;
+    select(req);
+    look_up();
+    divide_into_waves();
+    count(req);
+}
+
+// The rule for every token; of the tokens that want an expert, the most demanding one decides.
+void engine::select(const route_request & req) {
+    const layer_layout & l = layout_.layers[layer_];
+    const size_t n = (size_t) n_tokens_ * n_used_;
+    experts_.assign(req.experts, req.experts + n);
+    weights_.resize(n);
+    wanted_.resize(n);
+    for (int32_t & e : experts_) {
+        if (e < 0 || e >= l.n_expert) {
+            fail("layer " + std::to_string(l.block) + ": the router chose expert " + std::to_string(e) + " of " + std::to_string(l.n_expert));
+            e = 0;
+        }
+    }
+    for (int t = 0; t < n_tokens_; ++t) {
+        const size_t at = (size_t) t * n_used_;
+        select_token(req.weights + at, n_used_, params_.t1, params_.t2, &weights_[at], &wanted_[at]);
+        if (trace_.on()) {
+            trace_.add(req.seq[t], req.pos[t], layer_, &experts_[at], &weights_[at], n_used_);
+        }
+    }
+    if (hooks_.select) {
+        hooks_.select(hooks_.user, layer_, n_tokens_, n_used_, experts_.data(), weights_.data(), wanted_.data());
+        for (int32_t & w : wanted_) {
+            w = std::min<int32_t>(std::max<int32_t>(w, HOBBIT_SKIP), HOBBIT_HIGH);
+        }
+    }
+    plan_of_.assign(l.n_expert, -1);
+    plans_.clear();
+    for (size_t i = 0; i < n; ++i) {
+        records_.use(layer_, (int) (i / n_used_), experts_[i], wanted_[i]);
+        int & p = plan_of_[experts_[i]];
+        if (p < 0) {
+            p = (int) plans_.size();
+            plans_.push_back({ experts_[i], wanted_[i] });
+        } else {
+            plans_[p].wanted = std::max(plans_[p].wanted, wanted_[i]);
+        }
+    }
+}
+
+// A resident copy at least as good as wanted serves as it is; a skip also takes a low one.
+void engine::look_up() {
+    if (params_.force_miss) {
+        for (const expert_plan & p : plans_) {
+            for (int c = 0; c < N_COPIES; ++c) {
+                pool & pl = pool_of(layer_, c);
+                const int s = pl.find(layer_, p.expert);
+                if (s >= 0) {
+                    loader_.wait_done(pl.at(s).load);
+                    pl.release(s);
+                }
+            }
+        }
+    }
+    for (expert_plan & p : plans_) {
+        for (int c = 0; c < N_COPIES && p.copy < 0; ++c) {
+            if (c == COPY_LOW && p.wanted == HOBBIT_HIGH) {
+                break;
+            }
+            pool & pl = pool_of(layer_, c);
+            const int s = pl.find(layer_, p.expert);
+            if (s < 0) {
+                continue;
+            }
+            slot & x = pl.at(s);
+            if (x.load.failed && x.load.done()) {
+                pl.release(s); // a prefetch that came to nothing
+                continue;
+            }
+            if (!x.load.done()) {
+                loader_.promote(x.load);
+            }
+            p.copy = c;
+            p.slot = s;
+            p.pins = 1;
+            x.pins++;
+            x.last_clock = clock_;
+            x.last_pass  = pass_;
+            if (x.prefetched) {
+                x.prefetched = false;
+                stats_[layer_].prefetch_hits++;
+            }
+            if (!bulk_) {
+                pl.set_streamed(s, false);
+            }
+            event(HOBBIT_EVENT_HIT, layer_, p.expert, c, s);
+        }
+        if (p.copy < 0 && p.wanted != HOBBIT_SKIP) {
+            p.miss = true;
+            p.copy = p.wanted == HOBBIT_HIGH ? COPY_HIGH : COPY_LOW;
+        } else if (p.copy < 0) {
+            event(HOBBIT_EVENT_SKIP, layer_, p.expert, -1, -1);
+        }
+    }
+}
+
+// Hits are all in wave 0. Misses are spread evenly, as far as the slots allow; low ones beyond what the
+// low pool can hold in turn are fetched high instead.
+void engine::divide_into_waves() {
+    int hits[N_COPIES]   = { 0, 0 };
+    int misses[N_COPIES] = { 0, 0 };
+    int room0[N_COPIES];
+    int room[N_COPIES];
+    for (const expert_plan & p : plans_) {
+        if (p.copy >= 0) {
+            (p.miss ? misses : hits)[p.copy]++;
+        }
+    }
+    for (int c = 0; c < N_COPIES; ++c) {
+        const int slots = pool_of(layer_, c).n_slots();
+        room[c]  = n_waves_ == 1 ? slots : std::max(std::min(slots, 1), slots / 2);
+        room0[c] = std::max(0, std::min(room[c], slots - hits[c]));
+    }
+    int surplus = misses[COPY_LOW] - (room0[COPY_LOW] + (n_waves_ - 1) * room[COPY_LOW]);
+    for (auto p = plans_.rbegin(); p != plans_.rend() && surplus > 0; ++p) {
+        if (p->miss && p->copy == COPY_LOW) {
+            p->copy = COPY_HIGH;
+            misses[COPY_LOW]--;
+            misses[COPY_HIGH]++;
+            surplus--;
+        }
+    }
+    for (int c = 0; c < N_COPIES; ++c) {
+        int in_wave = std::min(room0[c], (misses[c] + n_waves_ - 1) / n_waves_); // of this wave, still to give
+        const int later = n_waves_ > 1 ? (misses[c] - in_wave + n_waves_ - 2) / (n_waves_ - 1) : 0;
+        int wave = 0;
+        for (expert_plan & p : plans_) {
+            if (!p.miss || p.copy != c) {
+                continue;
+            }
+            while (in_wave == 0) {
+                wave++;
+                in_wave = later;
+            }
+            p.wave = wave;
+            in_wave--;
+        }
+    }
+}
+
+void engine::count(const route_request & req) {
+    hobbit_stats & st = stats_[layer_];
+    st.tokens   += req.n_tokens;
+    st.requests += wanted_.size();
+    for (size_t i = 0; i < wanted_.size(); ++i) {
+        const expert_plan & p = plans_[plan_of_[experts_[i]]];
+        (wanted_[i] == HOBBIT_HIGH ? st.wanted_high : wanted_[i] == HOBBIT_LOW ? st.wanted_low : st.wanted_skip)++;
+        if (p.copy < 0) {
+            st.skips++;
+        } else if (p.miss) {
+            (p.copy == COPY_HIGH ? st.misses_high : st.misses_low)++;
+        } else {
+            (p.copy == COPY_HIGH ? st.hits_high : st.hits_low)++;
+            st.upgrades += (p.copy == COPY_HIGH ? HOBBIT_HIGH : HOBBIT_LOW) > wanted_[i];
+        }
+    }
+}
+
+int engine::find_victim(pool & p, int copy, bool must) {
+    const policy_context ctx = context_for(layout_.layers[layer_].group);
+    // a large batch streams through a few slots: two waves' worth, so that loading and computing overlap
+    const int window = std::max(2, p.n_slots() / BULK_WAVES);
+    int s = -1;
+    if (bulk_ && p.n_streamed() >= window) {
+        s = p.victim(*policy_, ctx, true);
+    }
+    if (s < 0) {
+        s = p.victim(*policy_, ctx, false);
+    }
+    if (s < 0 && must) {
+        // everything that is not pinned is being loaded ahead: wait for one of those
+        for (int i = 0; i < p.n_slots() && s < 0; ++i) {
+            if (!p.at(i).free() && p.at(i).pins == 0) {
+                loader_.wait_done(p.at(i).load);
+                s = i;
+            }
+        }
+        if (s < 0) {
+            fail("internal error: no slot for a copy of precision " + std::to_string(copy) + " in layer " + std::to_string(layer_));
+        }
+    }
+    return s;
+}
+
+// Queue the loads of a wave. Without must, stops at the first copy that finds no slot; the rest is queued
+// when the wave's turn has come.
+bool engine::issue(int wave, bool must) {
+    std::vector<load_request> loads;
+    const layer_layout & l = layout_.layers[layer_];
+    hobbit_stats & st = stats_[layer_];
+    bool ok = true;
+    for (expert_plan & p : plans_) {
+        if (!p.miss || p.wave != wave || p.slot >= 0) {
+            continue;
+        }
+        pool & pl = pool_of(layer_, p.copy);
+        const int s = find_victim(pl, p.copy, must);
+        if (s < 0) {
+            ok = false;
+            break;
+        }
+        slot & x = pl.at(s);
+        const bool taken = !x.free();
+        if (taken) {
+            st.evictions++;
+            event(HOBBIT_EVENT_EVICT, x.layer, x.expert, p.copy, s);
+        }
+        pl.assign(s, layer_, p.expert);
+        pl.set_streamed(s, bulk_ && taken);
+        x.last_clock = clock_;
+        x.last_pass  = pass_;
+        x.pins = 1;
+        p.slot = s;
+        p.pins = 1;
+        group_layout & g = layout_.groups[l.group];
+        loads.push_back({ &l, &g, p.copy, p.expert, s, &x.load });
+        (p.copy == COPY_HIGH ? st.loads_high : st.loads_low)++;
+        st.bytes_read += g.expert_bytes(p.copy);
+        event(HOBBIT_EVENT_LOAD, layer_, p.expert, p.copy, s);
+    }
+    loader_.submit(PRIORITY_DEMAND, loads);
+    return ok;
+}
+
+bool engine::wait(int wave, load_part part) {
+    if (!error_.empty()) {
+        return false;
+    }
+    const int64_t t0 = now_us();
+    bool ok = true;
+    for (const expert_plan & p : plans_) {
+        if (p.wave == wave && p.slot >= 0) {
+            ok = loader_.wait(pool_of(layer_, p.copy).at(p.slot).load, part) && ok;
+        }
+    }
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    stats_[layer_].wait_us += now_us() - t0;
+    if (!ok) {
+        fail(loader_.error());
+    }
+    return ok;
+}
+
+void engine::fill(int wave, const route_result & out) {
+    const bool failed = !error_.empty();
+    for (size_t i = 0; i < experts_.size(); ++i) {
+        const expert_plan & p = plans_[plan_of_[experts_[i]]];
+        const bool here = !failed && p.copy >= 0 && p.wave == wave;
+        out.high[i] = here && p.copy == COPY_HIGH ? p.slot : -1;
+        out.low[i]  = here && p.copy == COPY_LOW ? p.slot : -1;
+        out.kept[i] = !failed && p.copy >= 0 ? experts_[i] : -1;
+    }
+}
+
+void engine::finish_wave(int wave) {
+    for (expert_plan & p : plans_) {
+        if (p.pins == 0 || p.wave != wave) {
+            continue;
+        }
+        pool & pl = pool_of(layer_, p.copy);
+        slot & x  = pl.at(p.slot);
+        x.pins--;
+        p.pins = 0;
+        if (x.load.failed) {
+            loader_.wait_done(x.load);
+            pl.release(p.slot);
+        }
+    }
+}
+
+void engine::finish_step() {
+    for (int w = 0; w < n_waves_; ++w) {
+        finish_wave(w);
+    }
+    plans_.clear();
+    n_waves_ = 0;
+}
+
+int engine::prefetch(int layer, int expert, int copy) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (layer < 0 || layer >= (int) layout_.layers.size() || expert < 0 || expert >= layout_.layers[layer].n_expert || copy < 0 || copy >= N_COPIES) {
+        return -1;
+    }
+    if (records_.active().empty() || pool_of(layer, COPY_HIGH).find(layer, expert) >= 0 || pool_of(layer, copy).find(layer, expert) >= 0) {
+        return 0;
+    }
+    // leave the slots that one token can need
+    pool & pl = pool_of(layer, copy);
+    group_layout & g = layout_.groups[layout_.layers[layer].group];
+    int in_flight = 0;
+    for (int s = 0; s < pl.n_slots(); ++s) {
+        in_flight += pl.at(s).pins > 0 || !pl.at(s).load.done();
+    }
+    if (in_flight + g.n_used >= pl.n_slots()) {
+        return 0;
+    }
+    const int s = pl.victim(*policy_, context_for(layout_.layers[layer].group), false);
+    if (s < 0) {
+        return 0;
+    }
+    slot & x = pl.at(s);
+    if (!x.free()) {
+        stats_[layer].evictions++;
+        event(HOBBIT_EVENT_EVICT, x.layer, x.expert, copy, s);
+    }
+    pl.assign(s, layer, expert);
+    x.prefetched = true;
+    x.last_clock = clock_;
+    x.last_pass  = pass_;
+    stats_[layer].prefetches++;
+    stats_[layer].bytes_read     += g.expert_bytes(copy);
+    stats_[layer].bytes_prefetch += g.expert_bytes(copy);
+    event(HOBBIT_EVENT_PREFETCH, layer, expert, copy, s);
+    loader_.submit(PRIORITY_PREFETCH, { { &layout_.layers[layer], &g, copy, expert, s, &x.load } });
+    return 1;
+}
+
+} // namespace hob

@@ -1,0 +1,143 @@
+// engine.h - one model's experts: the step from what the router chose to slots that hold it.
+//
+// For each layer and ubatch the computing thread calls route() once per wave. The first call selects,
+// looks up, plans and queues the loads; every call waits for the loads of its wave. A wave is a part of
+// the layer's experts small enough that the next wave's can load while it computes; a plan's slots are
+// pinned until the wave that uses them has been computed.
+//
+//   begin_graph()  route(layer, wave 0)  [wait_late]  route(layer, wave 1) ...  next layer ...  end_graph()
+
+#pragma once
+
+#include "budget.h"
+#include "pool.h"
+#include "select.h"
+#include "trace.h"
+
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace hob {
+
+// What the route operation hands over for one layer of one ubatch.
+struct route_request {
+    int layer;
+    int n_tokens;
+    int n_used;
+    int n_waves;             // as waves() said for these sizes
+    const int32_t * experts; // [n_tokens][n_used], the router's order
+    const float *   weights; // [n_tokens][n_used]
+    const void *    context; // who runs: names its sequences
+    const int32_t * seq;     // [n_tokens]
+    const int32_t * pos;     // [n_tokens]
+    bool            first;   // first layer of this ubatch
+};
+
+// Slot ids for one wave, -1 where a (token, rank) is not in it.
+struct route_result {
+    int32_t * high; // [n_tokens][n_used]
+    int32_t * low;
+    int32_t * kept; // expert, -1 if skipped; filled in by wave 0 for the whole layer
+};
+
+class engine {
+  public:
+    // layout: slots divided, banks set. Throws std::runtime_error on settings that make no sense.
+    engine(model_layout layout, const hobbit_params & params, const budget & b, std::unique_ptr<storage> files);
+    ~engine();
+
+    // Waves that a batch of this size is computed in; the same for every call with these arguments.
+    int waves(int layer, int n_tokens, int n_used) const;
+
+    // The computing thread owns the engine from begin_graph() to end_graph(); other contexts wait.
+    void begin_graph();
+    std::string end_graph(); // "" or why the results of this graph are worthless
+
+    void route(const route_request & req, int wave, const route_result & out);
+    void wait_late(int wave, const int32_t * high_in, const int32_t * low_in, int32_t * high, int32_t * low, int n);
+
+    int  prefetch(int layer, int expert, int copy);
+    void set_thresholds(float t1, float t2);
+    void set_policy(int32_t kind, const float * weights);
+    void set_hooks(const hobbit_hooks & hooks, hobbit * handle);
+
+    hobbit_params params();
+    hobbit_info   info();
+    bool          group_info(int group, hobbit_group_info & out);
+    hobbit_stats  stats();
+    bool          layer_stats(int layer, hobbit_stats & out);
+    void          reset_stats();
+    std::string   trace_start(const std::string & path);
+    std::string   trace_stop();
+    const char *  decode_error() const { return error_.c_str(); }
+
+    const model_layout & layout() const { return layout_; }
+    bool consistent(); // pools' invariants; for tests
+
+  private:
+    // How one expert of the running layer is served.
+    struct expert_plan {
+        int     expert;
+        int32_t wanted; // strongest wish of all tokens
+        int     copy = -1; // copy_kind, -1: skipped
+        int     slot = -1; // -1: not there and not queued yet
+        int     wave = 0;
+        bool    miss = false;
+        int     pins = 0;
+    };
+
+    void plan(const route_request & req);
+    void select(const route_request & req);
+    void look_up();
+    void divide_into_waves();
+    void count(const route_request & req);
+    bool issue(int wave, bool must);
+    int  find_victim(pool & p, int copy, bool must);
+    bool wait(int wave, load_part part);
+    void fill(int wave, const route_result & out);
+    void finish_wave(int wave);
+    void finish_step();
+    void fail(const std::string & why);
+    void event(int kind, int layer, int expert, int copy, int slot);
+    policy_context context_for(int group) const;
+    pool & pool_of(int layer, int copy) { return pools_[layout_.layers[layer].group * N_COPIES + copy]; }
+
+    model_layout layout_;
+    hobbit_params params_;
+    budget budget_;
+    std::unique_ptr<storage> files_;
+    records records_;
+    std::unique_ptr<policy> policy_;
+    std::deque<pool> pools_; // [group][copy]
+    trace trace_;
+    hobbit_hooks hooks_ = {};
+    hobbit * handle_ = nullptr;
+
+    std::vector<hobbit_stats> stats_; // [layer]
+    uint64_t graphs_     = 0;
+    int64_t  graph_us_   = 0;
+    int64_t  graph_t0_   = 0;
+    int64_t  read_base_  = 0; // loader's busy time at the last reset
+    std::string error_;
+
+    // the running step
+    int layer_ = -1;
+    int n_tokens_ = 0;
+    int n_used_ = 0;
+    int n_waves_ = 0;
+    bool bulk_ = false; // a large batch: may not wash out the slots of the small ones
+    uint64_t clock_ = 0;
+    uint64_t pass_  = 0;
+    std::vector<int32_t> experts_;     // [n_tokens][n_used]
+    std::vector<float>   weights_;     // normalised
+    std::vector<int32_t> wanted_;
+    std::vector<int>     plan_of_;     // [n_expert]: index into plans_, -1
+    std::vector<expert_plan> plans_;
+
+    std::mutex           graph_mutex_; // held while a graph runs
+    std::recursive_mutex mutex_;       // everything above; hooks may read statistics
+    loader loader_;                    // last: its threads write into slots
+};
+
+} // namespace hob

@@ -1,0 +1,90 @@
+// layout.h - what the engine knows of a model: its layers with routed experts, the groups that share
+// pools, and where the bytes of every copy are. Plain data, filled once at load.
+
+#pragma once
+
+#include "hobbit.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace hob {
+
+// Copies of an expert; also the index of the pool that holds them.
+enum copy_kind { COPY_HIGH = 0, COPY_LOW = 1, N_COPIES = 2 };
+
+// An expert's matrices in the order they are needed: gate and up (or gate_up, or up alone), down last.
+constexpr int MAX_PROJ = 3;
+
+// Direct I/O wants file offset, length and address to be multiples of this.
+constexpr size_t IO_ALIGN = 4096;
+
+// Reads are cut into pieces of at most this size, so that one expert's load runs on several threads and an
+// on-demand load never waits longer for a prefetch than one piece a thread takes.
+constexpr size_t IO_CHUNK = 2u << 20;
+
+// Where one projection of a layer lies: expert e is [offset + e*bytes, offset + (e+1)*bytes) of file.
+struct slab {
+    int      file   = -1;
+    uint64_t offset = 0;
+    uint64_t bytes  = 0; // one expert
+};
+
+struct layer_layout {
+    int  block    = -1; // block number in the model, for people
+    int  group    = -1;
+    int  in_group = -1; // index among the group's layers
+    int  n_expert = 0;
+    int  n_used   = 0;
+    slab src[N_COPIES][MAX_PROJ];
+};
+
+// Slot s of a bank is [s*stride, s*stride + bytes) of its memory.
+struct bank {
+    uint8_t * base   = nullptr; // address the CPU can write, or null: use write()
+    size_t    stride = 0;
+    std::function<void(size_t offset, const void * data, size_t n)> write;
+};
+
+struct group_layout {
+    int    n_layers = 0;
+    int    n_expert = 0;
+    int    n_used   = 0;
+    int    n_proj   = 0;
+    size_t proj_bytes[N_COPIES][MAX_PROJ] = {};
+    int    n_slots[N_COPIES] = {};
+    bank   banks[N_COPIES][MAX_PROJ];
+
+    size_t expert_bytes(int copy) const {
+        size_t n = 0;
+        for (int p = 0; p < n_proj; ++p) {
+            n += proj_bytes[copy][p];
+        }
+        return n;
+    }
+    int n_experts_total() const { return n_layers * n_expert; }
+};
+
+struct model_layout {
+    std::vector<layer_layout> layers;
+    std::vector<group_layout> groups;
+    std::vector<std::string>  files;
+
+    // Size of the largest piece that is read.
+    size_t piece_bytes() const {
+        size_t n = IO_ALIGN;
+        for (const group_layout & g : groups) {
+            for (const auto & copy : g.proj_bytes) {
+                for (size_t bytes : copy) {
+                    n = bytes > n ? bytes : n;
+                }
+            }
+        }
+        return n < IO_CHUNK ? n : IO_CHUNK;
+    }
+};
+
+} // namespace hob

@@ -1,0 +1,97 @@
+// loader.h - the queue of loads and the threads that carry them out.
+//
+// A load brings one copy of one expert into one slot. It is cut into pieces (layout.h: IO_CHUNK) that
+// the threads take in order: on-demand pieces before prefetch pieces; of the loads queued together, the
+// parts needed first before the rest. So several loads and several parts of one are in flight at once.
+
+#pragma once
+
+#include "storage.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace hob {
+
+// Parts of a load: what the layer needs first (gate, up), and what it needs last (down).
+enum load_part { PART_EARLY = 0, PART_LATE = 1, N_PARTS = 2 };
+
+enum load_priority { PRIORITY_DEMAND = 0, PRIORITY_PREFETCH = 1, N_PRIORITIES = 2 };
+
+// Progress of one load. The slot owns it; the loader only counts down.
+struct load_state {
+    std::atomic<int>  pending[N_PARTS] = { { 0 }, { 0 } }; // pieces that are not there yet
+    std::atomic<bool> failed{ false };
+
+    bool ready(load_part part) const { return pending[part].load(std::memory_order_acquire) == 0; }
+    bool done() const { return ready(PART_EARLY) && ready(PART_LATE); }
+};
+
+struct load_piece {
+    int        file;
+    uint64_t   offset;
+    size_t     n;
+    bank *     to;
+    size_t     to_offset;
+    load_part  part;
+    load_state * state;
+};
+
+struct load_request {
+    const layer_layout * layer;
+    group_layout *       group;
+    int          copy;
+    int          expert;
+    int          slot;
+    load_state * state; // set up by submit(), must live until it is done
+};
+
+class loader {
+  public:
+    // max_piece: as model_layout::piece_bytes()
+    loader(storage & files, int n_threads, size_t max_piece);
+    ~loader(); // finishes the pieces in flight, drops the others
+
+    // Queue loads that are needed at the same time.
+    void submit(load_priority priority, const std::vector<load_request> & loads);
+
+    // Move what is left of a queued prefetch to the on-demand queue.
+    void promote(load_state & state);
+
+    // Block until that part of the load has arrived. False if the load failed; error() says why.
+    bool wait(load_state & state, load_part part);
+
+    // Block until the load has stopped touching its slot.
+    void wait_done(load_state & state);
+
+    std::string error();
+    void clear_error();
+
+    int64_t  busy_us(); // wall time with at least one read in flight
+
+  private:
+    void run();
+
+    storage & files_;
+    const size_t max_piece_;
+    std::vector<std::thread> threads_;
+    std::mutex mutex_;
+    std::condition_variable work_;  // something was queued, or stop
+    std::condition_variable done_;  // a part arrived
+    std::deque<load_piece> queue_[N_PRIORITIES];
+    bool stop_ = false;
+    std::string error_;
+    int     in_flight_  = 0;
+    int64_t busy_since_ = 0;
+    int64_t busy_us_    = 0;
+};
+
+int64_t now_us();
+
+} // namespace hob

@@ -1,0 +1,51 @@
+// policy.h - which resident copy to give up: the one interface of the eviction policies.
+//
+// One policy, one file (policy_*.cpp). A policy gives every candidate a priority; the smallest is
+// evicted first, ties by the older last use (lookup clock), then by layer and expert.
+
+#pragma once
+
+#include "records.h"
+
+#include <memory>
+
+namespace hob {
+
+struct candidate {
+    int      layer;
+    int      expert;
+    int      copy;       // copy_kind
+    uint64_t last_clock; // lookup clock of its last use, over all sequences
+    uint64_t last_pass;  // forward pass of its last use
+};
+
+struct policy_context {
+    const records * rec;
+    int      layer;    // the layer being served
+    int      n_layers;
+    uint64_t pass;     // number of the running forward pass
+    float    weights[4];
+    float    cost_low; // B_low / B_high of the group
+};
+
+// Layers to go until the candidate's layer is served again: 1 for the next layer, n for the layer
+// being served. (The paper's formula gives that one 0, "needed soonest"; it is needed last.)
+inline int layer_distance(const policy_context & ctx, int layer) {
+    const int d = (layer - ctx.layer + ctx.n_layers) % ctx.n_layers;
+    return d == 0 ? ctx.n_layers : d;
+}
+
+class policy {
+  public:
+    virtual ~policy() = default;
+    virtual double priority(const candidate & c, const policy_context & ctx) const = 0;
+};
+
+std::unique_ptr<policy> make_policy_lru();
+std::unique_ptr<policy> make_policy_lfu();
+std::unique_ptr<policy> make_policy_hobbit();
+std::unique_ptr<policy> make_policy_lcu();
+
+std::unique_ptr<policy> make_policy(int32_t kind); // enum hobbit_policy; null if unknown
+
+} // namespace hob

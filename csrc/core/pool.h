@@ -1,0 +1,64 @@
+// pool.h - the slots of one group and one precision: who owns which, and which may be given up.
+
+#pragma once
+
+#include "loader.h"
+#include "policy.h"
+
+#include <deque>
+#include <vector>
+
+namespace hob {
+
+struct slot {
+    int      layer      = -1;    // owner, -1: free
+    int      expert     = -1;
+    int      pins       = 0;     // plans that use it: must not be given up
+    bool     prefetched = false; // loaded ahead and not requested yet
+    bool     streamed   = false; // loaded by a large batch and not requested by a small one since
+    uint64_t last_clock = 0;
+    uint64_t last_pass  = 0;
+    load_state load;
+
+    bool free() const { return layer < 0; }
+};
+
+class pool {
+  public:
+    pool(const model_layout & layout, int group, int copy);
+
+    int n_slots() const { return (int) slots_.size(); }
+    int n_resident() const { return n_resident_; }
+    int n_streamed() const { return n_streamed_; }
+
+    slot &       at(int s)       { return slots_[s]; }
+    const slot & at(int s) const { return slots_[s]; }
+
+    // The slot that holds (or is loading) this expert, -1 if none does.
+    int find(int layer, int expert) const { return where_[index(layer, expert)]; }
+
+    // A slot that can be loaded into: a free one, or the candidate of least priority; -1 if all are
+    // pinned or loading. only_streamed: take no other's slot than one of a large batch's.
+    int victim(const policy & pol, const policy_context & ctx, bool only_streamed) const;
+
+    void assign(int s, int layer, int expert);
+    void release(int s);
+    void set_streamed(int s, bool on);
+
+    // slot_of(layer, expert) and the slots' owners agree, counts are right; for tests.
+    bool consistent() const;
+
+  private:
+    size_t index(int layer, int expert) const { return (size_t) in_group_[layer] * n_expert_ + expert; }
+
+    int copy_;
+    int n_expert_;
+    int n_resident_ = 0;
+    int n_streamed_ = 0;
+    std::vector<int> in_group_; // [n_layers of the model]
+    std::vector<int> where_;    // [n_layers of the group][n_expert]
+    std::deque<slot> slots_;    // deque: a slot never moves, loads point into it
+    std::vector<int> free_;
+};
+
+} // namespace hob

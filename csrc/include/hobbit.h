@@ -1,0 +1,214 @@
+// hobbit.h - the whole C API of hobbit-cpp: mixed-precision expert offloading for llama.cpp.
+//
+// The functions live in libllama itself. A dual GGUF (a main file without expert data and a sidecar
+// that holds two copies of every routed expert) is loaded with llama_model_load_from_file() as any
+// other; the engine that serves its experts is then found with hobbit_from_model().
+//
+// Plain C, no dependency but the standard headers. Every struct is passed by pointer and holds only
+// fixed-width members, so that ctypes and cffi see the layout that is written here.
+//
+// Errors: functions that return int give 0 on success and a negative number on failure, with one
+// sentence in hobbit_last_error(). No function aborts the process.
+
+#ifndef HOBBIT_H
+#define HOBBIT_H
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#    define HOBBIT_API __declspec(dllexport)
+#else
+#    define HOBBIT_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define HOBBIT_API_VERSION 1
+
+struct hobbit;      // the engine of one model: its pools, records, loader threads, statistics
+struct llama_model; // llama.h
+
+// What the rule wants for one (token, rank), and what a copy is.
+enum hobbit_precision {
+    HOBBIT_SKIP = 0,
+    HOBBIT_LOW  = 1,
+    HOBBIT_HIGH = 2,
+};
+
+// Eviction policies; the formulas stand beside each in csrc/core/policy_*.cpp.
+enum hobbit_policy {
+    HOBBIT_POLICY_LRU    = 0,
+    HOBBIT_POLICY_LFU    = 1,
+    HOBBIT_POLICY_HOBBIT = 2, // four weighted terms: recency, frequency, high-precision uses, layer distance
+    HOBBIT_POLICY_LCU    = 3, // least cost of use
+};
+
+// How the memory budget is given.
+enum hobbit_budget {
+    HOBBIT_BUDGET_BYTES    = 0, // exactly cache_bytes; refused below the floor
+    HOBBIT_BUDGET_AT_LEAST = 1, // cache_bytes, raised to the floor where it is smaller
+    HOBBIT_BUDGET_FRACTION = 2, // cache_fraction of all experts at high precision; refused below the floor
+    HOBBIT_BUDGET_MIN      = 3, // the floor: what one step can need
+};
+
+struct hobbit_params {
+    float    t1;                // s <= t1 -> high; t1 >= 1 turns mixed precision off
+    float    t2;                // t1 < s <= t2 -> low; s > t2 -> skip
+    int32_t  policy;            // enum hobbit_policy
+    float    policy_weights[4]; // HOBBIT_POLICY_HOBBIT: recency, frequency, high uses, layer distance; >= 0, sum > 0
+    int32_t  budget_kind;       // enum hobbit_budget
+    int32_t  n_io_threads;      // reads in flight, 1..64
+    uint64_t cache_bytes;       // slots + staging + bookkeeping, in bytes
+    double   cache_fraction;    // 0..1
+    float    low_fraction;      // share of the budget for slots of low copies, 0..1; never less than the floor's
+    int32_t  direct_io;         // 1: bypass the page cache where the file system allows; 0: buffered reads
+    int32_t  force_miss;        // 1: treat every request as a miss (for measuring the worst case)
+    int32_t  reserved;
+};
+
+// What was set up. Sizes in bytes.
+struct hobbit_info {
+    uint64_t budget_bytes;    // the budget in force
+    uint64_t floor_bytes;     // the smallest legal budget
+    uint64_t slot_bytes;      // in slots
+    uint64_t staging_bytes;   // in staging buffers
+    uint64_t record_bytes;    // bookkeeping
+    uint64_t high_bytes;      // all experts at high precision
+    uint64_t low_bytes;       // all experts at low precision
+    int32_t  n_layers;        // layers with routed experts
+    int32_t  n_groups;        // sets of layers with the same expert shapes and types
+    int32_t  n_expert;        // largest number of experts in a layer
+    int32_t  n_expert_used;   // largest number of experts used per token
+    int32_t  direct_io;       // 1 where the page cache is really bypassed
+    int32_t  reserved;
+};
+
+struct hobbit_group_info {
+    uint64_t high_expert_bytes; // one expert, all projections
+    uint64_t low_expert_bytes;
+    int32_t  n_layers;
+    int32_t  n_expert;
+    int32_t  n_expert_used;
+    int32_t  high_slots;
+    int32_t  low_slots;
+    int32_t  high_resident;     // slots that hold a copy now
+    int32_t  low_resident;
+    char     high_types[64];    // per projection, "gate q8_0, up q8_0, down q8_0"
+    char     low_types[64];
+    char     buffer_type[32];   // the ggml buffer type that the slots are in
+};
+
+// Counters since the load or the last reset. A request is one (token, rank) pair of the router.
+// requests == wanted_high + wanted_low + wanted_skip
+//          == hits_high + hits_low + misses_high + misses_low + skips
+struct hobbit_stats {
+    uint64_t tokens;       // tokens routed (whole model: tokens x layers)
+    uint64_t requests;
+    uint64_t wanted_high;  // what the rule said, whatever was resident
+    uint64_t wanted_low;
+    uint64_t wanted_skip;
+    uint64_t hits_high;    // served by a high copy that was resident
+    uint64_t hits_low;
+    uint64_t misses_high;  // served by a high copy that was loaded for it
+    uint64_t misses_low;
+    uint64_t skips;        // not served
+    uint64_t upgrades;     // of the hits: served by a better copy than wanted
+    uint64_t loads_high;   // experts loaded on demand
+    uint64_t loads_low;
+    uint64_t evictions;
+    uint64_t prefetches;   // experts loaded ahead by hobbit_prefetch()
+    uint64_t prefetch_hits;// of those, requested while still resident (counted once each)
+    uint64_t bytes_read;   // from the file, all reasons
+    uint64_t bytes_prefetch;
+    int64_t  wait_us;      // computing thread waiting for loads
+    int64_t  plan_us;      // computing thread planning
+    int64_t  compute_us;   // graph time without the two above (whole model only)
+    int64_t  read_us;      // wall time during which at least one read was in flight (whole model only)
+    uint64_t graphs;       // forward passes (whole model only)
+};
+
+// Selection hook. Called once per layer and ubatch on the computing thread, before the lookup.
+//   experts [n_tokens * n_used] and weights [n_tokens * n_used] (normalised over the ranks) in the
+//   router's order; wanted [n_tokens * n_used] holds the rule's choice (enum hobbit_precision) and
+//   may be changed. Must not call back into the engine.
+typedef void (*hobbit_select_fn)(void * user, int32_t layer, int32_t n_tokens, int32_t n_used,
+                                 const int32_t * experts, const float * weights, int32_t * wanted);
+
+// Prefetch hook. Called once per layer and ubatch after the on-demand loads were queued; may call
+// hobbit_prefetch() for later layers.
+typedef void (*hobbit_prefetch_fn)(void * user, struct hobbit * h, int32_t layer, int32_t n_tokens, int32_t n_used,
+                                   const int32_t * experts, const float * weights);
+
+enum hobbit_event_kind {
+    HOBBIT_EVENT_HIT      = 0,
+    HOBBIT_EVENT_LOAD     = 1, // an on-demand load was queued into a slot
+    HOBBIT_EVENT_EVICT    = 2, // a copy gave up its slot
+    HOBBIT_EVENT_SKIP     = 3,
+    HOBBIT_EVENT_PREFETCH = 4,
+};
+
+// Cache hook. One call per expert and step, on the computing thread; must not call back into the engine.
+typedef void (*hobbit_event_fn)(void * user, int32_t kind, int32_t layer, int32_t expert, int32_t precision, int32_t slot);
+
+struct hobbit_hooks {
+    hobbit_select_fn   select;
+    hobbit_prefetch_fn prefetch;
+    hobbit_event_fn    event;
+    void *             user;
+};
+
+// --- library ---------------------------------------------------------------------------------
+
+HOBBIT_API uint32_t     hobbit_api_version(void);
+HOBBIT_API const char * hobbit_build_info(void); // "hobbit-cpp X.Y.Z, llama.cpp COMMIT"
+HOBBIT_API const char * hobbit_last_error(void); // of the calling thread; "" if none
+
+// --- loading ---------------------------------------------------------------------------------
+
+HOBBIT_API void hobbit_default_params(struct hobbit_params * params);
+HOBBIT_API int  hobbit_check_params(const struct hobbit_params * params);
+
+// Settings for the dual GGUFs that the calling thread loads next; NULL: back to the defaults.
+HOBBIT_API int  hobbit_set_load_params(const struct hobbit_params * params);
+
+// Sizes of a dual GGUF without loading it; n_expert_used <= 0: as the file says. budget_bytes and the sizes in use are 0.
+HOBBIT_API int  hobbit_probe(const char * path, int32_t n_expert_used, struct hobbit_info * info);
+
+// The engine of a loaded model; NULL for a model whose experts are not offloaded.
+HOBBIT_API struct hobbit * hobbit_from_model(const struct llama_model * model);
+
+// --- run time --------------------------------------------------------------------------------
+
+HOBBIT_API int  hobbit_set_thresholds(struct hobbit * h, float t1, float t2);
+HOBBIT_API int  hobbit_set_policy(struct hobbit * h, int32_t policy, const float * weights /* [4], NULL: keep */);
+HOBBIT_API void hobbit_set_hooks(struct hobbit * h, const struct hobbit_hooks * hooks /* NULL: none */);
+HOBBIT_API void hobbit_get_params(struct hobbit * h, struct hobbit_params * params);
+
+// Ask for a copy of an expert to be loaded when the storage is idle. 1: queued, 0: nothing to do
+// (already there, no slot to spare), < 0: bad arguments.
+HOBBIT_API int  hobbit_prefetch(struct hobbit * h, int32_t layer, int32_t expert, int32_t precision);
+
+// --- reports ---------------------------------------------------------------------------------
+
+HOBBIT_API void hobbit_get_info(struct hobbit * h, struct hobbit_info * info);
+HOBBIT_API int  hobbit_get_group(struct hobbit * h, int32_t group, struct hobbit_group_info * info);
+HOBBIT_API void hobbit_get_stats(struct hobbit * h, struct hobbit_stats * stats);
+HOBBIT_API int  hobbit_get_layer_stats(struct hobbit * h, int32_t layer /* 0..n_layers-1 */, struct hobbit_stats * stats);
+HOBBIT_API int  hobbit_get_layer_block(struct hobbit * h, int32_t layer); // its block number in the model, < 0: no such layer
+HOBBIT_API void hobbit_reset_stats(struct hobbit * h);
+
+// Write the routing of everything decoded from now on to a NumPy .npy file (docs/trace.md). The file
+// appears under its name when the trace is stopped or the model freed.
+HOBBIT_API int  hobbit_trace_start(struct hobbit * h, const char * path);
+HOBBIT_API int  hobbit_trace_stop(struct hobbit * h);
+
+// Error of the last failed forward pass of this model, "" if the last one succeeded.
+HOBBIT_API const char * hobbit_decode_error(struct hobbit * h);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif // HOBBIT_H

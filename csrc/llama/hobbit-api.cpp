@@ -1,0 +1,216 @@
+// hobbit-api.cpp - the C API (hobbit.h) over hobbit-model and the engine.
+
+#include "hobbit.h"
+
+#include "hobbit-model.h"
+
+#include "llama-model.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+
+int hobbit_measure_file(const std::string & path, int n_used_override, hobbit_info & out); // hobbit-model.cpp
+
+namespace {
+
+thread_local std::string   last_error;
+thread_local hobbit_params load_params;
+thread_local bool          have_load_params = false;
+
+int fail(const std::string & why) {
+    last_error = why;
+    return -1;
+}
+
+std::string number(double x) {
+    char buf[32];
+    snprintf(buf, sizeof(buf), "%g", x);
+    return buf;
+}
+
+std::string check_thresholds(float t1, float t2) {
+    if (!(t1 >= 0.0f) || !std::isfinite(t1)) {
+        return "t1 is " + number(t1) + ": it must be a number of at least 0 (1 or more turns mixed precision off)";
+    }
+    if (!(t2 >= t1) && t1 < 1.0f) {
+        return "t2 is " + number(t2) + ": it must be at least t1 (" + number(t1) + ")";
+    }
+    return "";
+}
+
+std::string check_policy(int32_t policy, const float * w) {
+    if (policy < HOBBIT_POLICY_LRU || policy > HOBBIT_POLICY_LCU) {
+        return "policy is " + std::to_string(policy) + ": known are 0 (lru), 1 (lfu), 2 (hobbit), 3 (lcu)";
+    }
+    if (w) {
+        float sum = 0.0f;
+        for (int i = 0; i < 4; ++i) {
+            if (!(w[i] >= 0.0f) || !std::isfinite(w[i])) {
+                return "policy_weights[" + std::to_string(i) + "] is " + number(w[i]) + ": weights must be numbers of at least 0";
+            }
+            sum += w[i];
+        }
+        if (!(sum > 0.0f)) {
+            return "policy_weights are all 0: at least one must be larger";
+        }
+    }
+    return "";
+}
+
+std::string check(const hobbit_params & p) {
+    std::string err = check_thresholds(p.t1, p.t2);
+    if (err.empty()) {
+        err = check_policy(p.policy, p.policy_weights);
+    }
+    if (!err.empty()) {
+        return err;
+    }
+    if (p.n_io_threads < 1 || p.n_io_threads > 64) {
+        return "n_io_threads is " + std::to_string(p.n_io_threads) + ": it must be 1 to 64";
+    }
+    if (p.budget_kind < HOBBIT_BUDGET_BYTES || p.budget_kind > HOBBIT_BUDGET_MIN) {
+        return "budget_kind is " + std::to_string(p.budget_kind) + ": known are 0 to 3";
+    }
+    if (p.budget_kind == HOBBIT_BUDGET_FRACTION && !(p.cache_fraction >= 0.0 && p.cache_fraction <= 1.0)) {
+        return "cache_fraction is " + number(p.cache_fraction) + ": it must be 0 to 1";
+    }
+    if (!(p.low_fraction >= 0.0f && p.low_fraction <= 1.0f)) {
+        return "low_fraction is " + number(p.low_fraction) + ": it must be 0 to 1";
+    }
+    return "";
+}
+
+} // namespace
+
+const hobbit_params & hobbit_load_params() {
+    if (!have_load_params) {
+        hobbit_default_params(&load_params);
+    }
+    return load_params;
+}
+
+void hobbit_set_last_error(const std::string & why) { last_error = why; }
+
+extern "C" {
+
+uint32_t hobbit_api_version(void) { return HOBBIT_API_VERSION; }
+
+const char * hobbit_build_info(void) { return "hobbit-cpp " HOBBIT_VERSION ", llama.cpp " HOBBIT_LLAMA_COMMIT; }
+
+const char * hobbit_last_error(void) { return last_error.c_str(); }
+
+void hobbit_default_params(struct hobbit_params * p) {
+    *p = {};
+    p->t1             = 0.6f;
+    p->t2             = 1.0f; // skips cost more quality than bytes unless a profile says otherwise
+    p->policy         = HOBBIT_POLICY_HOBBIT;
+    for (float & w : p->policy_weights) {
+        w = 0.25f;
+    }
+    p->budget_kind    = HOBBIT_BUDGET_FRACTION;
+    p->cache_fraction = 0.25;
+    p->n_io_threads   = 4;
+    p->direct_io      = 1;
+}
+
+int hobbit_check_params(const struct hobbit_params * p) {
+    const std::string err = check(*p);
+    return err.empty() ? 0 : fail(err);
+}
+
+int hobbit_set_load_params(const struct hobbit_params * p) {
+    last_error.clear();
+    if (!p) {
+        have_load_params = false;
+        return 0;
+    }
+    const std::string err = check(*p);
+    if (!err.empty()) {
+        return fail(err);
+    }
+    load_params      = *p;
+    have_load_params = true;
+    return 0;
+}
+
+int hobbit_probe(const char * path, int32_t n_expert_used, struct hobbit_info * info) {
+    try {
+        return hobbit_measure_file(path, n_expert_used, *info);
+    } catch (const std::exception & e) {
+        return fail(e.what());
+    }
+}
+
+struct hobbit * hobbit_from_model(const struct llama_model * model) { return model && model->offload && model->offload->engine ? model->offload.get() : nullptr; }
+
+int hobbit_set_thresholds(struct hobbit * h, float t1, float t2) {
+    const std::string err = check_thresholds(t1, t2);
+    if (!err.empty()) {
+        return fail(err);
+    }
+    h->engine->set_thresholds(t1, t2);
+    return 0;
+}
+
+int hobbit_set_policy(struct hobbit * h, int32_t policy, const float * weights) {
+    const std::string err = check_policy(policy, weights);
+    if (!err.empty()) {
+        return fail(err);
+    }
+    h->engine->set_policy(policy, weights);
+    return 0;
+}
+
+void hobbit_set_hooks(struct hobbit * h, const struct hobbit_hooks * hooks) { h->engine->set_hooks(hooks ? *hooks : hobbit_hooks{}, h); }
+
+void hobbit_get_params(struct hobbit * h, struct hobbit_params * params) { *params = h->engine->params(); }
+
+int hobbit_prefetch(struct hobbit * h, int32_t layer, int32_t expert, int32_t precision) {
+    if (precision != HOBBIT_LOW && precision != HOBBIT_HIGH) {
+        return fail("precision is " + std::to_string(precision) + ": it must be 1 (low) or 2 (high)");
+    }
+    const int r = h->engine->prefetch(layer, expert, precision == HOBBIT_HIGH ? hob::COPY_HIGH : hob::COPY_LOW);
+    return r < 0 ? fail("layer " + std::to_string(layer) + ", expert " + std::to_string(expert) + ": no such expert") : r;
+}
+
+void hobbit_get_info(struct hobbit * h, struct hobbit_info * info) { *info = h->engine->info(); }
+
+int hobbit_get_group(struct hobbit * h, int32_t group, struct hobbit_group_info * info) {
+    if (!h->engine->group_info(group, *info)) {
+        return fail("group " + std::to_string(group) + ": there are " + std::to_string(h->banks.size()));
+    }
+    const hobbit::group_banks & gb = h->banks[group];
+    snprintf(info->high_types, sizeof(info->high_types), "%s", gb.types[hob::COPY_HIGH].c_str());
+    snprintf(info->low_types, sizeof(info->low_types), "%s", gb.types[hob::COPY_LOW].c_str());
+    snprintf(info->buffer_type, sizeof(info->buffer_type), "%s", gb.buft_name.c_str());
+    return 0;
+}
+
+void hobbit_get_stats(struct hobbit * h, struct hobbit_stats * stats) { *stats = h->engine->stats(); }
+
+int hobbit_get_layer_stats(struct hobbit * h, int32_t layer, struct hobbit_stats * stats) {
+    return h->engine->layer_stats(layer, *stats) ? 0 : fail("layer " + std::to_string(layer) + ": there are " + std::to_string(h->engine->layout().layers.size()));
+}
+
+int hobbit_get_layer_block(struct hobbit * h, int32_t layer) {
+    const auto & layers = h->engine->layout().layers;
+    return layer >= 0 && layer < (int) layers.size() ? layers[layer].block : fail("layer " + std::to_string(layer) + ": there are " + std::to_string(layers.size()));
+}
+
+void hobbit_reset_stats(struct hobbit * h) { h->engine->reset_stats(); }
+
+int hobbit_trace_start(struct hobbit * h, const char * path) {
+    const std::string err = h->engine->trace_start(path);
+    return err.empty() ? 0 : fail(err);
+}
+
+int hobbit_trace_stop(struct hobbit * h) {
+    const std::string err = h->engine->trace_stop();
+    return err.empty() ? 0 : fail(err);
+}
+
+const char * hobbit_decode_error(struct hobbit * h) { return h->last_decode_error.c_str(); }
+
+} // extern "C"

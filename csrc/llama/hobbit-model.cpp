@@ -1,0 +1,334 @@
+#include "hobbit-model.h"
+
+#include "gguf.h"
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <stdexcept>
+#include <tuple>
+
+const hobbit_params & hobbit_load_params(); // hobbit-api.cpp
+
+namespace {
+
+std::string folder_of(const std::string & path) {
+    const size_t slash = path.rfind('/');
+    return slash == std::string::npos ? "" : path.substr(0, slash + 1);
+}
+
+std::string string_key(const gguf_context * g, const char * key) {
+    const int64_t id = gguf_find_key(g, key);
+    return id >= 0 && gguf_get_kv_type(g, id) == GGUF_TYPE_STRING ? gguf_get_val_str(g, id) : "";
+}
+
+// --- the buffer type of expert tensors: they have shapes and no memory. No graph uses them, the hook
+//     puts the banks in their place; the base only has to be non-null. ---
+
+void * const VIRTUAL_BASE = (void *) 0x1000;
+
+const char * virtual_name(ggml_backend_buffer_type_t) { return "hobbit_virtual"; }
+size_t virtual_alignment(ggml_backend_buffer_type_t) { return 64; }
+void virtual_free(ggml_backend_buffer_t) {}
+void * virtual_base(ggml_backend_buffer_t) { return VIRTUAL_BASE; }
+void virtual_memset(ggml_backend_buffer_t, ggml_tensor *, uint8_t, size_t, size_t) {}
+void virtual_set(ggml_backend_buffer_t, ggml_tensor *, const void *, size_t, size_t) {}
+void virtual_get(ggml_backend_buffer_t, const ggml_tensor *, void * data, size_t, size_t n) { memset(data, 0, n); }
+void virtual_clear(ggml_backend_buffer_t, uint8_t) {}
+
+ggml_backend_buffer_t virtual_alloc(ggml_backend_buffer_type_t buft, size_t size) {
+    ggml_backend_buffer_i iface = {};
+    iface.free_buffer   = virtual_free;
+    iface.get_base      = virtual_base;
+    iface.memset_tensor = virtual_memset;
+    iface.set_tensor    = virtual_set;
+    iface.get_tensor    = virtual_get;
+    iface.clear         = virtual_clear;
+    return ggml_backend_buffer_init(buft, iface, buft->context, size);
+}
+
+// Layers that can share banks: same device, same numbers, same shapes and types of every copy.
+using group_key = std::tuple<ggml_backend_buffer_type_t, int, int, std::vector<int64_t>>;
+
+struct group_plan {
+    ggml_backend_buffer_type_t buft;
+    const hobbit_sidecar_layer * example;
+};
+
+// Layers and groups without slots. n_used, buft per layer; buft null: not known yet.
+hob::model_layout lay_out(const hobbit_sidecar & sc, const std::vector<int> & n_used, const std::vector<ggml_backend_buffer_type_t> & buft,
+                          std::vector<group_plan> & plans) {
+    hob::model_layout out;
+    out.files = sc.files;
+    std::map<group_key, int> groups;
+    for (size_t i = 0; i < sc.layers.size(); ++i) {
+        const hobbit_sidecar_layer & sl = sc.layers[i];
+        hob::layer_layout l;
+        l.block    = sl.block;
+        l.n_expert = (int) sc.tensors[sl.tensors[0]].ne[2];
+        l.n_used   = std::min(n_used[i], l.n_expert);
+
+        std::vector<int64_t> shape;
+        size_t bytes[hob::N_COPIES][hob::MAX_PROJ] = {};
+        for (int p = 0; p < sl.n_proj; ++p) {
+            const hobbit_expert_tensor & t = sc.tensors[sl.tensors[p]];
+            shape.insert(shape.end(), { t.ne[0], t.ne[1] });
+            for (int c = 0; c < hob::N_COPIES; ++c) {
+                bytes[c][p] = ggml_row_size(t.type[c], t.ne[0]) * t.ne[1];
+                l.src[c][p] = { t.file[c], t.offset[c], bytes[c][p] };
+                shape.push_back(t.type[c]);
+            }
+        }
+        const auto [it, added] = groups.insert({ { buft[i], l.n_expert, l.n_used, shape }, (int) out.groups.size() });
+        if (added) {
+            hob::group_layout g;
+            g.n_expert = l.n_expert;
+            g.n_used   = l.n_used;
+            g.n_proj   = sl.n_proj;
+            memcpy(g.proj_bytes, bytes, sizeof(bytes));
+            out.groups.push_back(g);
+            plans.push_back({ buft[i], &sl });
+        }
+        l.group    = it->second;
+        l.in_group = out.groups[l.group].n_layers++;
+        out.layers.push_back(l);
+    }
+    return out;
+}
+
+void check_pair(const hobbit_sidecar & sc, const gguf_context * main_meta, const std::string & main_path) {
+    if (string_key(main_meta, "hobbit.pair_id") != sc.pair_id) {
+        throw std::runtime_error(sc.path + ": belongs to another conversion than " + main_path + " (hobbit.pair_id differs)");
+    }
+}
+
+std::string sidecar_path(const std::string & main_path, const gguf_context * main_meta) {
+    const std::string name = string_key(main_meta, "hobbit.sidecar");
+    if (name.empty()) {
+        if (string_key(main_meta, "hobbit.role") == "experts") {
+            throw std::runtime_error(main_path + ": is a sidecar: name the main file that belongs to it");
+        }
+        return "";
+    }
+    if (name.find('/') != std::string::npos || name.find('\\') != std::string::npos) {
+        throw std::runtime_error(main_path + ": hobbit.sidecar must be a file name without a folder, found \"" + name + "\"");
+    }
+    return folder_of(main_path) + name;
+}
+
+} // namespace
+
+hobbit::place hobbit::find(const ggml_tensor * t) const {
+    const auto it = meta.find(ggml_get_name(t));
+    if (it == meta.end()) {
+        return { -1, -1 };
+    }
+    // meta tensors carry the index of their description
+    const hobbit_expert_tensor & x = sidecar.tensors[(size_t) (uintptr_t) it->second->extra];
+    return { x.layer, x.proj };
+}
+
+std::shared_ptr<hobbit> hobbit_open(const std::string & main_path, const gguf_context * main_meta) {
+    const std::string path = sidecar_path(main_path, main_meta);
+    if (path.empty()) {
+        return nullptr;
+    }
+    auto h = std::make_shared<hobbit>();
+    h->params  = hobbit_load_params();
+    h->sidecar = hobbit_read_sidecar(path);
+    check_pair(h->sidecar, main_meta, main_path);
+
+    h->meta_ctx.reset(ggml_init({ ggml_tensor_overhead() * h->sidecar.tensors.size(), nullptr, /*.no_alloc =*/ true }));
+    for (size_t i = 0; i < h->sidecar.tensors.size(); ++i) {
+        const hobbit_expert_tensor & t = h->sidecar.tensors[i];
+        ggml_tensor * m = ggml_new_tensor(h->meta_ctx.get(), t.type[hob::COPY_HIGH], 3, t.ne);
+        ggml_set_name(m, t.name.c_str());
+        m->extra = (void *) (uintptr_t) i;
+        h->meta[t.name] = m;
+        h->n_elements += ggml_nelements(m);
+        h->n_bytes    += ggml_nbytes(m);
+    }
+
+    h->virtual_buft = {};
+    h->virtual_buft.iface.get_name      = virtual_name;
+    h->virtual_buft.iface.alloc_buffer  = virtual_alloc;
+    h->virtual_buft.iface.get_alignment = virtual_alignment;
+    h->virtual_buft.context             = h.get();
+    return h;
+}
+
+ggml_tensor * hobbit_tensor_meta(const hobbit * h, const char * name) {
+    if (!h) {
+        return nullptr;
+    }
+    const auto it = h->meta.find(name);
+    return it == h->meta.end() ? nullptr : it->second;
+}
+
+bool hobbit_has_expert_tensor(const hobbit * h, const std::string & name) { return h && h->meta.count(name) > 0; }
+
+void hobbit_start(hobbit & h, const llama_model & model) {
+    std::vector<int> n_used;
+    std::vector<ggml_backend_buffer_type_t> bufts;
+    for (const hobbit_sidecar_layer & l : h.sidecar.layers) {
+        n_used.push_back((int) model.hparams.n_expert_used(l.block));
+        bufts.push_back(ggml_backend_dev_buffer_type(model.dev_layer(l.block)));
+    }
+    std::vector<group_plan> plans;
+    hob::model_layout layout = lay_out(h.sidecar, n_used, bufts, plans);
+
+    hob::budget b = hob::measure(layout, h.params, hob::records(layout).bytes());
+    const std::string err = hob::divide(layout, h.params, b);
+    if (!err.empty()) {
+        throw std::runtime_error(err);
+    }
+
+    h.bank_ctx.reset(ggml_init({ ggml_tensor_overhead() * layout.groups.size() * hob::N_COPIES * hob::MAX_PROJ, nullptr, /*.no_alloc =*/ true }));
+    for (size_t gi = 0; gi < layout.groups.size(); ++gi) {
+        hob::group_layout & g = layout.groups[gi];
+        const group_plan & plan = plans[gi];
+        h.banks.emplace_back();
+        hobbit::group_banks & gb = h.banks.back();
+        gb.buft_name = ggml_backend_buft_name(plan.buft);
+
+        // one buffer a group: tensors on page boundaries, so that aligned slots can be read into directly
+        const size_t align = std::max(hob::IO_ALIGN, ggml_backend_buft_get_alignment(plan.buft));
+        const auto pad = [&](size_t x) { return (x + align - 1) / align * align; };
+        size_t total = align;
+        for (int c = 0; c < hob::N_COPIES; ++c) {
+            for (int p = 0; p < g.n_proj; ++p) {
+                const hobbit_expert_tensor & t = h.sidecar.tensors[plan.example->tensors[p]];
+                const std::string kind = t.name.substr(t.name.find("ffn_") + 4, t.name.rfind('_') - t.name.find("ffn_") - 4);
+                gb.types[c] += (p ? ", " : "") + kind + " " + ggml_type_name(t.type[c]);
+                if (g.n_slots[c] == 0) {
+                    continue;
+                }
+                gb.tensor[c][p] = ggml_new_tensor_3d(h.bank_ctx.get(), t.type[c], t.ne[0], t.ne[1], g.n_slots[c]);
+                ggml_format_name(gb.tensor[c][p], "hobbit.%zu.%s.%s", gi, c == hob::COPY_HIGH ? "high" : "low", kind.c_str());
+                total += pad(ggml_backend_buft_get_alloc_size(plan.buft, gb.tensor[c][p]));
+            }
+        }
+        ggml_backend_buffer_t buf = ggml_backend_buft_alloc_buffer(plan.buft, total);
+        if (!buf) {
+            throw std::runtime_error("out of memory: " + std::to_string(total) + " bytes for expert slots in " + gb.buft_name);
+        }
+        h.bank_bufs.emplace_back(buf);
+        ggml_backend_buffer_set_usage(buf, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        const bool host = ggml_backend_buffer_is_host(buf);
+        uint8_t * at = (uint8_t *) ggml_backend_buffer_get_base(buf);
+        at += pad((size_t) at) - (size_t) at;
+        for (int c = 0; c < hob::N_COPIES; ++c) {
+            for (int p = 0; p < g.n_proj; ++p) {
+                ggml_tensor * t = gb.tensor[c][p];
+                if (!t) {
+                    continue;
+                }
+                if (ggml_backend_tensor_alloc(buf, t, at) != GGML_STATUS_SUCCESS) {
+                    throw std::runtime_error("cannot place expert slots in " + gb.buft_name);
+                }
+                at += pad(ggml_backend_buft_get_alloc_size(plan.buft, t));
+                hob::bank & bank = g.banks[c][p];
+                bank.stride = t->nb[2];
+                if (host) {
+                    bank.base = (uint8_t *) t->data;
+                } else {
+                    bank.write = [t](size_t offset, const void * data, size_t n) { ggml_backend_tensor_set(t, data, offset, n); };
+                }
+            }
+        }
+    }
+    auto files = hob::open_files(layout.files, h.params.direct_io != 0);
+    h.engine = std::make_unique<hob::engine>(std::move(layout), h.params, b, std::move(files));
+
+    const hobbit_info info = h.engine->info();
+    LLAMA_LOG_INFO("%s: expert offloading: budget %.1f MiB of %.1f MiB (floor %.1f MiB), %d layers in %d group(s), T1 %.3f, T2 %.3f, %s reads\n", __func__,
+        info.budget_bytes / 1048576.0, info.high_bytes / 1048576.0, info.floor_bytes / 1048576.0, info.n_layers, info.n_groups,
+        h.params.t1, h.params.t2, info.direct_io ? "direct" : "buffered");
+}
+
+size_t hobbit_extra_nodes(const hobbit * h, uint32_t n_tokens) {
+    if (!h || !h->engine) {
+        return 0;
+    }
+    // a wave: route, late, their views (4), products (2 a projection), the activation between them
+    constexpr size_t NODES_PER_WAVE = 32;
+    size_t n = 0;
+    for (size_t l = 0; l < h->engine->layout().layers.size(); ++l) {
+        const auto & layer = h->engine->layout().layers[l];
+        // a warm-up run uses all experts at once
+        n += NODES_PER_WAVE * std::max(h->engine->waves((int) l, (int) n_tokens, layer.n_used), h->engine->waves((int) l, 1, layer.n_expert));
+    }
+    return n;
+}
+
+hobbit_graph_scope::hobbit_graph_scope(hobbit * h) : h_(h && h->engine ? h : nullptr) {
+    if (h_) {
+        h_->engine->begin_graph();
+    }
+}
+
+hobbit_graph_scope::~hobbit_graph_scope() { end(); }
+
+bool hobbit_graph_scope::end() {
+    if (!h_) {
+        return true;
+    }
+    hobbit * h = h_;
+    h_ = nullptr;
+    h->last_decode_error = h->engine->end_graph();
+    if (!h->last_decode_error.empty()) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, h->last_decode_error.c_str());
+    }
+    return h->last_decode_error.empty();
+}
+
+// --- sizes without loading ---
+
+int hobbit_measure_file(const std::string & path, int n_used_override, hobbit_info & out) {
+    gguf_context_ptr g(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/ true, /*.ctx =*/ nullptr }));
+    if (!g) {
+        throw std::runtime_error(path + ": not a GGUF file, or damaged");
+    }
+    const std::string side = sidecar_path(path, g.get());
+    if (side.empty()) {
+        throw std::runtime_error(path + ": is an ordinary GGUF: convert it first");
+    }
+    const hobbit_sidecar sc = hobbit_read_sidecar(side);
+    check_pair(sc, g.get(), path);
+
+    std::vector<int> n_used;
+    const std::string key = string_key(g.get(), "general.architecture") + ".expert_used_count";
+    const int64_t id = gguf_find_key(g.get(), key.c_str());
+    for (const hobbit_sidecar_layer & l : sc.layers) {
+        uint32_t n = 0;
+        if (n_used_override > 0) {
+            n = (uint32_t) n_used_override;
+        } else if (id >= 0 && gguf_get_kv_type(g.get(), id) == GGUF_TYPE_UINT32) {
+            n = gguf_get_val_u32(g.get(), id);
+        } else if (id >= 0 && gguf_get_kv_type(g.get(), id) == GGUF_TYPE_ARRAY && gguf_get_arr_n(g.get(), id) > (size_t) l.block &&
+                   (gguf_get_arr_type(g.get(), id) == GGUF_TYPE_UINT32 || gguf_get_arr_type(g.get(), id) == GGUF_TYPE_INT32)) {
+            n = ((const uint32_t *) gguf_get_arr_data(g.get(), id))[l.block];
+        } else {
+            throw std::runtime_error(path + ": key " + key + " is missing");
+        }
+        n_used.push_back((int) n);
+    }
+    std::vector<group_plan> plans;
+    const hob::model_layout layout = lay_out(sc, n_used, std::vector<ggml_backend_buffer_type_t>(sc.layers.size(), nullptr), plans);
+    const hob::budget b = hob::measure(layout, hobbit_load_params(), hob::records(layout).bytes());
+    out = {};
+    out.floor_bytes   = b.floor;
+    out.staging_bytes = b.staging;
+    out.record_bytes  = b.records;
+    out.high_bytes    = b.high;
+    out.low_bytes     = b.low;
+    out.n_layers      = (int32_t) layout.layers.size();
+    out.n_groups      = (int32_t) layout.groups.size();
+    for (const hob::group_layout & gl : layout.groups) {
+        out.n_expert      = std::max(out.n_expert, gl.n_expert);
+        out.n_expert_used = std::max(out.n_expert_used, gl.n_used);
+    }
+    return 0;
+}

@@ -1,0 +1,81 @@
+// hobbit-model.h - one loaded dual GGUF: its sidecar, its expert tensors that exist as shapes only, the
+// banks that hold the slots, and the engine. What the patched loader and context call is declared here;
+// csrc/patches says where.
+
+#pragma once
+
+#include "engine.h"
+#include "hobbit-sidecar.h"
+
+#include "ggml-backend-impl.h"
+#include "ggml-cpp.h"
+#include "llama.h"
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+struct gguf_context;
+
+// The C API's handle is this object.
+struct hobbit {
+    // --- known after open ---
+    hobbit_sidecar sidecar;
+    hobbit_params  params;
+    ggml_context_ptr meta_ctx; // shapes of the model's expert tensors
+    std::unordered_map<std::string, ggml_tensor *> meta;
+    size_t n_elements = 0; // of the expert tensors, as the source file had them
+    size_t n_bytes    = 0;
+    ggml_backend_buffer_type virtual_buft; // its buffers have no memory; context points here
+
+    // --- known after start ---
+    struct group_banks {
+        ggml_tensor * tensor[hob::N_COPIES][hob::MAX_PROJ] = {}; // [n_in, n_out, n_slots], null: no slots
+        std::string   types[hob::N_COPIES];
+        std::string   buft_name;
+    };
+    std::vector<group_banks> banks; // [group]
+    ggml_context_ptr bank_ctx;
+    std::vector<ggml_backend_buffer_ptr> bank_bufs;
+    std::unique_ptr<hob::engine> engine; // freed first: its threads write into the banks
+
+    std::string last_decode_error;
+
+    // Layer and projection of one of the model's expert tensors; layer -1: not one of ours.
+    struct place { int layer; int proj; };
+    place find(const ggml_tensor * t) const;
+};
+
+// --- called by the loader ---
+
+// The sidecar of the main file just opened; null for an ordinary GGUF. Throws std::runtime_error.
+std::shared_ptr<hobbit> hobbit_open(const std::string & main_path, const gguf_context * main_meta);
+
+// Shape and type of an expert tensor that the main file leaves out; null: not one of ours.
+ggml_tensor * hobbit_tensor_meta(const hobbit * h, const char * name);
+
+// Divide the budget, allocate the banks, start the threads. Throws std::runtime_error.
+void hobbit_start(hobbit & h, const llama_model & model);
+
+// What hobbit_last_error() says on this thread.
+void hobbit_set_last_error(const std::string & why);
+
+// --- called by the context ---
+
+// Upper bound of the graph nodes that offloading adds.
+size_t hobbit_extra_nodes(const hobbit * h, uint32_t n_tokens);
+
+// Does this adapter change offloaded experts? That cannot be served.
+bool hobbit_has_expert_tensor(const hobbit * h, const std::string & name);
+
+// A forward pass; h may be null.
+class hobbit_graph_scope {
+  public:
+    explicit hobbit_graph_scope(hobbit * h);
+    ~hobbit_graph_scope();
+    bool end(); // false: a load failed, the results are worthless (hobbit_decode_error() says why)
+
+  private:
+    hobbit * h_;
+};

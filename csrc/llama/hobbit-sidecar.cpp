@@ -1,0 +1,261 @@
+#include "hobbit-sidecar.h"
+
+#include "ggml-cpp.h"
+#include "gguf.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <stdexcept>
+#include <sys/stat.h>
+
+namespace {
+
+[[noreturn]] void refuse(const std::string & path, const std::string & why) { throw std::runtime_error(path + ": " + why); }
+
+uint64_t file_size(const std::string & path) {
+    struct stat st;
+    if (stat(path.c_str(), &st) != 0) {
+        refuse(path, std::string("cannot open: ") + strerror(errno));
+    }
+    if (!S_ISREG(st.st_mode)) {
+        refuse(path, "not a regular file");
+    }
+    return (uint64_t) st.st_size;
+}
+
+int64_t key_of(const gguf_context * g, const std::string & path, const char * key, gguf_type type) {
+    const int64_t id = gguf_find_key(g, key);
+    if (id < 0) {
+        refuse(path, std::string("not a hobbit sidecar: key ") + key + " is missing");
+    }
+    if (gguf_get_kv_type(g, id) != type) {
+        refuse(path, std::string("key ") + key + " has the wrong type");
+    }
+    return id;
+}
+
+int64_t array_of(const gguf_context * g, const std::string & path, const char * key, gguf_type type, size_t n) {
+    const int64_t id = key_of(g, path, key, GGUF_TYPE_ARRAY);
+    if (gguf_get_arr_type(g, id) != type) {
+        refuse(path, std::string("array ") + key + " has the wrong element type");
+    }
+    if (n != SIZE_MAX && gguf_get_arr_n(g, id) != n) {
+        refuse(path, std::string("array ") + key + " has " + std::to_string(gguf_get_arr_n(g, id)) + " entries, expected " + std::to_string(n));
+    }
+    return id;
+}
+
+// blk.N.ffn_{gate,up,gate_up,down}_{,ch}exps.weight
+struct expert_name { int block; std::string kind; bool chunked; };
+
+bool parse_name(const std::string & name, expert_name & out) {
+    char kind[32];
+    int  end = 0;
+    if (sscanf(name.c_str(), "blk.%d.ffn_%31[a-z_].weight%n", &out.block, kind, &end) != 2 || end != (int) name.size() || out.block < 0) {
+        return false;
+    }
+    const std::string k = kind;
+    for (const char * suffix : { "_chexps", "_exps" }) {
+        const size_t n = strlen(suffix);
+        if (k.size() > n && k.compare(k.size() - n, n, suffix) == 0) {
+            out.kind    = k.substr(0, k.size() - n);
+            out.chunked = n == 7;
+            return out.kind == "gate" || out.kind == "up" || out.kind == "gate_up" || out.kind == "down";
+        }
+    }
+    return false;
+}
+
+struct link_entry { ggml_type type; int file; uint64_t offset; };
+
+std::string folder_of(const std::string & path) {
+    const size_t slash = path.rfind('/');
+    return slash == std::string::npos ? "" : path.substr(0, slash + 1);
+}
+
+// High copies that stayed in the source.
+std::map<std::string, link_entry> read_links(const gguf_context * g, hobbit_sidecar & sc) {
+    const std::string & path = sc.path;
+    const int64_t files = array_of(g, path, "hobbit.link.files", GGUF_TYPE_STRING, SIZE_MAX);
+    const size_t n_files = gguf_get_arr_n(g, files);
+    const uint64_t * sizes = (const uint64_t *) gguf_get_arr_data(g, array_of(g, path, "hobbit.link.sizes", GGUF_TYPE_UINT64, n_files));
+    const uint64_t * fnv   = (const uint64_t *) gguf_get_arr_data(g, array_of(g, path, "hobbit.link.header_fnv", GGUF_TYPE_UINT64, n_files));
+    const int64_t names = array_of(g, path, "hobbit.link.tensors", GGUF_TYPE_STRING, SIZE_MAX);
+    const size_t n = gguf_get_arr_n(g, names);
+    const uint32_t * types   = (const uint32_t *) gguf_get_arr_data(g, array_of(g, path, "hobbit.link.types", GGUF_TYPE_UINT32, n));
+    const uint64_t * offsets = (const uint64_t *) gguf_get_arr_data(g, array_of(g, path, "hobbit.link.offsets", GGUF_TYPE_UINT64, n));
+    const uint32_t * index   = (const uint32_t *) gguf_get_arr_data(g, array_of(g, path, "hobbit.link.file_index", GGUF_TYPE_UINT32, n));
+
+    std::vector<uint64_t> header(n_files, UINT64_MAX); // bytes before the tensor data: up to the first expert at most
+    for (size_t f = 0; f < n_files; ++f) {
+        std::string name = gguf_get_arr_str(g, files, f);
+        if (name.empty() || name[0] != '/') {
+            name = folder_of(path) + name;
+        }
+        if (file_size(name) != sizes[f]) {
+            refuse(name, "has another size than when " + path + " was made: convert again");
+        }
+        ggml_context * ctx = nullptr;
+        gguf_context_ptr src(gguf_init_from_file(name.c_str(), { /*.no_alloc =*/ true, /*.ctx =*/ &ctx }));
+        ggml_context_ptr ctx_owner(ctx);
+        if (!src || hobbit_header_fnv(name, gguf_get_data_offset(src.get())) != fnv[f]) {
+            refuse(name, "has changed since " + path + " was made: convert again");
+        }
+        sc.files.push_back(name);
+    }
+    std::map<std::string, link_entry> links;
+    for (size_t i = 0; i < n; ++i) {
+        if (index[i] >= n_files || types[i] >= GGML_TYPE_COUNT) {
+            refuse(path, std::string("link of tensor ") + gguf_get_arr_str(g, names, i) + " has a bad file index or type");
+        }
+        links[gguf_get_arr_str(g, names, i)] = { (ggml_type) types[i], 1 + (int) index[i], offsets[i] };
+    }
+    return links;
+}
+
+} // namespace
+
+uint64_t hobbit_header_fnv(const std::string & path, uint64_t n) {
+    FILE * f = fopen(path.c_str(), "rb");
+    if (!f) {
+        refuse(path, std::string("cannot open: ") + strerror(errno));
+    }
+    uint64_t h = 0xcbf29ce484222325ull;
+    std::vector<uint8_t> buf(1 << 16);
+    while (n > 0) {
+        const size_t want = (size_t) std::min<uint64_t>(n, buf.size());
+        if (fread(buf.data(), 1, want, f) != want) {
+            fclose(f);
+            refuse(path, "ends inside its header");
+        }
+        for (size_t i = 0; i < want; ++i) {
+            h = (h ^ buf[i]) * 0x100000001b3ull;
+        }
+        n -= want;
+    }
+    fclose(f);
+    return h;
+}
+
+hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
+    hobbit_sidecar sc;
+    sc.path = path;
+    sc.files.push_back(path);
+    std::vector<uint64_t> sizes = { file_size(path) };
+
+    ggml_context * ctx = nullptr;
+    gguf_context_ptr owner(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/ true, /*.ctx =*/ &ctx }));
+    ggml_context_ptr ctx_owner(ctx);
+    const gguf_context * g = owner.get();
+    if (!g) {
+        refuse(path, "not a GGUF file, or damaged");
+    }
+    const uint32_t version = gguf_get_val_u32(g, key_of(g, path, "hobbit.format_version", GGUF_TYPE_UINT32));
+    if (version != 1) {
+        refuse(path, "format version " + std::to_string(version) + " is unknown to this build (it reads 1)");
+    }
+    if (strcmp(gguf_get_val_str(g, key_of(g, path, "hobbit.role", GGUF_TYPE_STRING)), "experts") != 0) {
+        refuse(path, "is no sidecar (hobbit.role is not \"experts\")");
+    }
+    sc.pair_id = gguf_get_val_str(g, key_of(g, path, "hobbit.pair_id", GGUF_TYPE_STRING));
+    const bool link = gguf_get_val_bool(g, key_of(g, path, "hobbit.link", GGUF_TYPE_BOOL));
+    std::map<std::string, link_entry> links;
+    if (link) {
+        links = read_links(g, sc);
+        for (size_t f = 1; f < sc.files.size(); ++f) {
+            sizes.push_back(file_size(sc.files[f]));
+        }
+    }
+
+    std::map<std::pair<int, bool>, std::map<std::string, int>> by_layer;
+    for (int64_t i = 0; i < gguf_get_n_tensors(g); ++i) {
+        const std::string full = gguf_get_tensor_name(g, i);
+        if (full.size() < 5 || full.compare(full.size() - 4, 4, ".low") != 0) {
+            continue; // high copies are found from the low ones
+        }
+        hobbit_expert_tensor t;
+        t.name = full.substr(0, full.size() - 4);
+        expert_name en;
+        if (!parse_name(t.name, en)) {
+            refuse(path, "tensor " + full + " is no expert tensor");
+        }
+        const ggml_tensor * low = ggml_get_tensor(ctx, full.c_str());
+        for (int d = 0; d < 3; ++d) {
+            t.ne[d] = low->ne[d];
+        }
+        if (low->ne[3] != 1) {
+            refuse(path, "tensor " + full + " has more than three dimensions");
+        }
+        t.type[hob::COPY_LOW]   = low->type;
+        t.file[hob::COPY_LOW]   = 0;
+        t.offset[hob::COPY_LOW] = gguf_get_data_offset(g) + gguf_get_tensor_offset(g, i);
+
+        if (link) {
+            const auto it = links.find(t.name);
+            if (it == links.end()) {
+                refuse(path, "no link to the high copy of tensor " + t.name);
+            }
+            t.type[hob::COPY_HIGH]   = it->second.type;
+            t.file[hob::COPY_HIGH]   = it->second.file;
+            t.offset[hob::COPY_HIGH] = it->second.offset;
+        } else {
+            const std::string name = t.name + ".high";
+            const int64_t id = gguf_find_tensor(g, name.c_str());
+            if (id < 0) {
+                refuse(path, "tensor " + name + " is missing");
+            }
+            const ggml_tensor * high = ggml_get_tensor(ctx, name.c_str());
+            if (!ggml_are_same_shape(high, low)) {
+                refuse(path, "tensors " + name + " and " + full + " have different shapes");
+            }
+            t.type[hob::COPY_HIGH]   = high->type;
+            t.file[hob::COPY_HIGH]   = 0;
+            t.offset[hob::COPY_HIGH] = gguf_get_data_offset(g) + gguf_get_tensor_offset(g, id);
+        }
+        for (int c = 0; c < hob::N_COPIES; ++c) {
+            if (ggml_type_size(t.type[c]) == 0 || t.ne[0] % ggml_blck_size(t.type[c]) != 0) {
+                refuse(path, "tensor " + t.name + ": rows of " + std::to_string(t.ne[0]) + " do not fit its type");
+            }
+            const uint64_t bytes = (uint64_t) ggml_row_size(t.type[c], t.ne[0]) * (uint64_t) t.ne[1] * (uint64_t) t.ne[2];
+            if (t.offset[c] > sizes[t.file[c]] || bytes > sizes[t.file[c]] - t.offset[c]) {
+                refuse(sc.files[t.file[c]], "truncated: tensor " + t.name + " needs " + std::to_string(bytes) + " bytes at offset " +
+                       std::to_string(t.offset[c]) + ", the file has " + std::to_string(sizes[t.file[c]]));
+            }
+        }
+        by_layer[{ en.block, en.chunked }][en.kind] = (int) sc.tensors.size();
+        sc.tensors.push_back(t);
+    }
+    if (sc.tensors.empty()) {
+        refuse(path, "holds no experts");
+    }
+
+    // layers in the order of their blocks; projections in the order they are needed
+    for (const auto & [key, kinds] : by_layer) {
+        hobbit_sidecar_layer layer = { key.first, {}, 0 };
+        for (const char * kind : { "gate", "up", "gate_up", "down" }) {
+            const auto it = kinds.find(kind);
+            if (it == kinds.end()) {
+                continue;
+            }
+            if (layer.n_proj == hob::MAX_PROJ) {
+                refuse(path, "block " + std::to_string(key.first) + " has gate, up and merged gate_up experts");
+            }
+            hobbit_expert_tensor & t = sc.tensors[it->second];
+            t.layer = (int) sc.layers.size();
+            t.proj  = layer.n_proj;
+            layer.tensors[layer.n_proj++] = it->second;
+        }
+        if (layer.n_proj < 2 || !kinds.count("down")) {
+            refuse(path, "block " + std::to_string(key.first) + " lacks expert tensors");
+        }
+        for (int p = 1; p < layer.n_proj; ++p) {
+            if (sc.tensors[layer.tensors[p]].ne[2] != sc.tensors[layer.tensors[0]].ne[2]) {
+                refuse(path, "block " + std::to_string(key.first) + ": its tensors differ in the number of experts");
+            }
+        }
+        sc.layers.push_back(layer);
+    }
+    return sc;
+}
