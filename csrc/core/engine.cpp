@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 
 namespace hob {
@@ -9,8 +10,11 @@ namespace hob {
 // Ubatches of at least this many tokens are prompt processing: they want nearly every expert once.
 static constexpr int BULK_TOKENS = 32;
 
-// Waves of a batch whose experts would all fit at once: enough to load while computing.
-static constexpr int BULK_WAVES = 4;
+// Waves of a batch whose experts would all fit at once: enough to load while computing. For a few tokens
+// that pays where their experts take longer to load than a wave's extra nodes to run.
+static constexpr int    BULK_WAVES     = 4;
+static constexpr int    PIPELINE_WAVES = 3;
+static constexpr size_t PIPELINE_BYTES = 8u << 20;
 
 engine::engine(model_layout layout, const hobbit_params & params, const budget & b, std::unique_ptr<storage> files)
     : layout_(std::move(layout)), params_(params), budget_(b), files_(std::move(files)), records_(layout_),
@@ -28,19 +32,19 @@ engine::engine(model_layout layout, const hobbit_params & params, const budget &
 
 engine::~engine() = default;
 
-// A wave may use at most half of the high pool, so that the next one has slots to load into. Then
-// ceil(experts/half) waves always suffice: hits go into wave 0, which has room for at least
-// min(half, slots - hits) misses.
+// Batches that fit at once still go in waves where that lets loads and computing overlap. Others must: a
+// wave may use at most half of the high pool, so that the next one has slots to load into. Then
+// ceil(experts/half) waves always suffice: wave 0 holds the hits and has room for min(half, slots - hits)
+// misses.
 int engine::waves(int layer, int n_tokens, int n_used) const {
     const layer_layout & l = layout_.layers[layer];
-    const int slots    = layout_.groups[l.group].n_slots[COPY_HIGH];
+    const group_layout & g = layout_.groups[l.group];
+    const int slots    = g.n_slots[COPY_HIGH];
     const int distinct = (int) std::min<int64_t>(l.n_expert, (int64_t) n_tokens * n_used);
-    if (distinct <= slots) {
-        return n_tokens < BULK_TOKENS ? 1 : std::min(BULK_WAVES, distinct);
-    }
-    const int half = std::max(1, slots / 2);
-    const int n = (distinct + half - 1) / half;
-    return n_tokens < BULK_TOKENS ? n : std::max(n, std::min(BULK_WAVES, distinct));
+    const int half     = std::max(1, slots / 2);
+    const int needed   = distinct <= slots ? 1 : (distinct + half - 1) / half;
+    const int wished   = n_tokens >= BULK_TOKENS ? BULK_WAVES : distinct * g.expert_bytes(COPY_HIGH) >= PIPELINE_BYTES ? PIPELINE_WAVES : 1;
+    return std::max(needed, std::min(wished, distinct));
 }
 
 void engine::begin_graph() {
@@ -234,24 +238,25 @@ void engine::look_up() {
     }
 }
 
-// Hits are all in wave 0. Misses are spread evenly, as far as the slots allow; low ones beyond what the
-// low pool can hold in turn are fetched high instead.
+// Hits are all in wave 0, and misses stay out of it if the other waves can take them: hits compute while
+// they load. Misses are spread evenly, high copies first, so that the smallest loads come last and least
+// is left to compute when the last byte is there. Low ones beyond what the low pool can hold in turn are
+// fetched high instead.
 void engine::divide_into_waves() {
     int hits[N_COPIES]   = { 0, 0 };
     int misses[N_COPIES] = { 0, 0 };
-    int room0[N_COPIES];
-    int room[N_COPIES];
     for (const expert_plan & p : plans_) {
         if (p.copy >= 0) {
             (p.miss ? misses : hits)[p.copy]++;
         }
     }
+    std::vector<int> room[N_COPIES]; // left in each wave
     for (int c = 0; c < N_COPIES; ++c) {
         const int slots = pool_of(layer_, c).n_slots();
-        room[c]  = n_waves_ == 1 ? slots : std::max(std::min(slots, 1), slots / 2);
-        room0[c] = std::max(0, std::min(room[c], slots - hits[c]));
+        room[c].assign(n_waves_, n_waves_ == 1 ? slots : std::max(std::min(slots, 1), slots / 2));
+        room[c][0] = std::max(0, std::min(room[c][0], slots - hits[c]));
     }
-    int surplus = misses[COPY_LOW] - (room0[COPY_LOW] + (n_waves_ - 1) * room[COPY_LOW]);
+    int surplus = misses[COPY_LOW] - std::accumulate(room[COPY_LOW].begin(), room[COPY_LOW].end(), 0);
     for (auto p = plans_.rbegin(); p != plans_.rend() && surplus > 0; ++p) {
         if (p->miss && p->copy == COPY_LOW) {
             p->copy = COPY_HIGH;
@@ -260,20 +265,28 @@ void engine::divide_into_waves() {
             surplus--;
         }
     }
+    const int first  = n_waves_ > 1 && hits[COPY_HIGH] + hits[COPY_LOW] > 0 ? 1 : 0;
+    const int target = (misses[COPY_HIGH] + misses[COPY_LOW] + n_waves_ - first - 1) / (n_waves_ - first);
+    std::vector<int> count(n_waves_, 0);
     for (int c = 0; c < N_COPIES; ++c) {
-        int in_wave = std::min(room0[c], (misses[c] + n_waves_ - 1) / n_waves_); // of this wave, still to give
-        const int later = n_waves_ > 1 ? (misses[c] - in_wave + n_waves_ - 2) / (n_waves_ - 1) : 0;
-        int wave = 0;
         for (expert_plan & p : plans_) {
             if (!p.miss || p.copy != c) {
                 continue;
             }
-            while (in_wave == 0) {
-                wave++;
-                in_wave = later;
+            // evenly; else wherever there is room, wave 0 last
+            int w = first;
+            while (w < n_waves_ && (room[c][w] == 0 || count[w] >= target)) {
+                w++;
             }
-            p.wave = wave;
-            in_wave--;
+            if (w == n_waves_) {
+                w = n_waves_ - 1;
+                while (w > 0 && room[c][w] == 0) {
+                    w--;
+                }
+            }
+            p.wave = w;
+            room[c][w]--;
+            count[w]++;
         }
     }
 }

@@ -1,0 +1,130 @@
+#include "fake_model.h"
+
+#include <cstring>
+
+using namespace hob;
+
+fake_model::fake_model(const std::vector<group_spec> & groups, const std::vector<int> & group_of) : specs_(groups) {
+    for (const group_spec & s : groups) {
+        group_layout g;
+        g.n_expert = s.n_expert;
+        g.n_used   = s.n_used;
+        g.n_proj   = s.n_proj;
+        memcpy(g.proj_bytes, s.bytes, sizeof(s.bytes));
+        layout.groups.push_back(g);
+    }
+    layout.files = { "high", "low" };
+    files.resize(N_COPIES);
+    for (size_t i = 0; i < group_of.size(); ++i) {
+        group_layout & g = layout.groups[group_of[i]];
+        layer_layout l;
+        l.block    = (int) i;
+        l.group    = group_of[i];
+        l.in_group = g.n_layers++;
+        l.n_expert = g.n_expert;
+        l.n_used   = g.n_used;
+        for (int c = 0; c < N_COPIES; ++c) {
+            std::vector<uint8_t> & f = files[c];
+            for (int p = 0; p < g.n_proj; ++p) {
+                f.resize(f.size() + 13); // nothing is aligned
+                l.src[c][p] = { c, f.size(), g.proj_bytes[c][p] };
+                for (int e = 0; e < g.n_expert; ++e) {
+                    // a run of bytes that no other (layer, expert, copy, projection) has
+                    uint32_t x = (uint32_t) (((i * 1000 + e) * 2 + c) * 3 + p) * 2654435761u + 12345;
+                    for (size_t b = 0; b < g.proj_bytes[c][p]; ++b) {
+                        x = x * 1664525u + 1013904223u;
+                        f.push_back((uint8_t) (x >> 24));
+                    }
+                }
+            }
+        }
+        layout.layers.push_back(l);
+    }
+}
+
+void fake_model::place_slots() {
+    for (size_t gi = 0; gi < layout.groups.size(); ++gi) {
+        group_layout & g = layout.groups[gi];
+        for (int c = 0; c < N_COPIES; ++c) {
+            for (int p = 0; p < g.n_proj; ++p) {
+                bank & b = g.banks[c][p];
+                b.stride = g.proj_bytes[c][p];
+                banks.push_back(std::make_unique<std::vector<uint8_t>>(b.stride * g.n_slots[c] + 1, (uint8_t) 0xee));
+                uint8_t * base = banks.back()->data();
+                b.base  = specs_[gi].host ? base : nullptr;
+                b.write = [base](size_t offset, const void * data, size_t n) { memcpy(base + offset, data, n); };
+            }
+        }
+    }
+}
+
+void fake_model::place_slots(int high, int low) {
+    for (group_layout & g : layout.groups) {
+        g.n_slots[COPY_HIGH] = high;
+        g.n_slots[COPY_LOW]  = low;
+    }
+    place_slots();
+}
+
+const uint8_t * fake_model::truth(int layer, int expert, int copy, int proj) const {
+    const slab & s = layout.layers[layer].src[copy][proj];
+    return files[s.file].data() + s.offset + expert * s.bytes;
+}
+
+bool fake_model::holds(int layer, int expert, int copy, int slot, int proj) const {
+    const int gi = layout.layers[layer].group;
+    const group_layout & g = layout.groups[gi];
+    if (slot < 0 || slot >= g.n_slots[copy]) {
+        return false;
+    }
+    size_t at = 0; // banks of the groups before
+    for (int i = 0; i < gi; ++i) {
+        at += N_COPIES * layout.groups[i].n_proj;
+    }
+    at += copy * g.n_proj + proj;
+    const size_t n = g.proj_bytes[copy][proj];
+    return memcmp(banks[at]->data() + slot * n, truth(layer, expert, copy, proj), n) == 0;
+}
+
+fake_model::place fake_model::whose(int file, uint64_t offset) const {
+    for (size_t i = 0; i < layout.layers.size(); ++i) {
+        const layer_layout & l = layout.layers[i];
+        for (int p = 0; p < layout.groups[l.group].n_proj; ++p) {
+            const slab & s = l.src[file][p];
+            if (offset >= s.offset && offset < s.offset + s.bytes * l.n_expert) {
+                return { (int) i, (int) ((offset - s.offset) / s.bytes), file, p };
+            }
+        }
+    }
+    return { -1, -1, -1, -1 };
+}
+
+std::string fake_storage::read(int file, uint64_t offset, size_t n, uint8_t * dst, uint8_t *) {
+    if (before) {
+        const std::string err = before(model_.whose(file, offset));
+        if (!err.empty()) {
+            return err;
+        }
+    }
+    const std::vector<uint8_t> & f = model_.files[file];
+    if (offset + n > f.size()) {
+        return "past the end";
+    }
+    memcpy(dst, f.data() + offset, n);
+    n_reads++;
+    n_bytes += n;
+    return "";
+}
+
+hobbit_params test_params(float t1, float t2, int policy) {
+    hobbit_params p = {};
+    p.t1     = t1;
+    p.t2     = t2;
+    p.policy = policy;
+    for (float & w : p.policy_weights) {
+        w = 0.25f;
+    }
+    p.budget_kind  = HOBBIT_BUDGET_MIN;
+    p.n_io_threads = 2;
+    return p;
+}
