@@ -171,11 +171,7 @@ ggml_tensor * hobbit_moe::mul_mat_id(const ggml_tensor * w, ggml_tensor * x, ggm
         }
         ggml_tensor * plane = ggml_view_2d(ctx, ids, ids->ne[0], ids->ne[1], ids->nb[1], c * ids->nb[2]);
         ggml_tensor * r = ggml_mul_mat_id(ctx, bank, x, plane);
-        if (y) {
-            // write into y: rows with a negative id keep what is there
-            r->view_src = y->view_src ? y->view_src : y;
-            r->src[3]   = y;
-        }
+        ggml_mul_mat_id_set_skip(r, y);
         if (g_.prec_policy) {
             const auto it = g_.prec_policy->prec_src1.find(w);
             if (it != g_.prec_policy->prec_src1.end()) {

@@ -1,0 +1,110 @@
+"""A memory cgroup (v1 or v2) for one run: create, limit, read, remove. Needs root."""
+
+import os
+import time
+
+
+class CgroupError(Exception):
+    """No cgroup can be had; the message is one sentence."""
+
+
+def _mount():
+    """(version, folder in which a group can be made)."""
+    v2 = None
+    with open("/proc/mounts") as f:
+        for line in f:
+            _, folder, kind, options = line.split()[:4]
+            if kind == "cgroup" and "memory" in options.split(","):
+                return 1, folder
+            if kind == "cgroup2":
+                v2 = v2 or folder
+    if v2:
+        try:
+            with open(os.path.join(v2, "cgroup.controllers")) as f:
+                if "memory" in f.read().split():
+                    return 2, v2
+        except OSError:
+            pass
+    raise CgroupError("no cgroup file system with the memory controller is mounted")
+
+
+class MemoryCgroup:
+    """limit: bytes of RAM, page cache included, for all processes in the group; no swap beyond it.
+
+    .procs is the file into which a process writes its id to join.
+    """
+
+    def __init__(self, name, limit):
+        self.version, root = _mount()
+        self.folder = os.path.join(root, name)
+        self.procs = os.path.join(self.folder, "cgroup.procs")
+        try:
+            if self.version == 2:
+                with open(os.path.join(root, "cgroup.subtree_control"), "w") as f:
+                    f.write("+memory")
+            os.mkdir(self.folder)
+        except OSError as e:
+            raise CgroupError(f"cannot make the memory cgroup {self.folder} ({e.strerror}); run as root, "
+                              "where the cgroup file system is writable") from None
+        try:
+            if self.version == 1:
+                self._write("memory.limit_in_bytes", limit)
+                self._write("memory.memsw.limit_in_bytes", limit, optional=True)
+                self._write("memory.swappiness", 0, optional=True)
+            else:
+                self._write("memory.max", limit)
+                self._write("memory.swap.max", 0, optional=True)
+        except OSError as e:
+            self.remove()
+            raise CgroupError(f"cannot limit {self.folder} to {limit} bytes ({e.strerror})") from None
+
+    def _write(self, name, value, optional=False):
+        try:
+            with open(os.path.join(self.folder, name), "w") as f:
+                f.write(str(value))
+        except OSError:
+            if not optional:
+                raise
+
+    def _read(self, name):
+        try:
+            with open(os.path.join(self.folder, name)) as f:
+                return f.read()
+        except OSError:
+            return ""
+
+    def max_usage(self):
+        """Largest memory use so far, bytes, page cache included; None where the kernel does not tell."""
+        text = self._read("memory.max_usage_in_bytes" if self.version == 1 else "memory.peak")
+        return int(text) if text.strip() else None
+
+    def oom_kills(self):
+        text = self._read("memory.oom_control" if self.version == 1 else "memory.events")
+        return sum(int(n) for key, n in (line.split() for line in text.splitlines()) if key == "oom_kill")
+
+    def remove(self):
+        self._write("memory.force_empty", 0, optional=True)
+        for _ in range(50):
+            try:
+                return os.rmdir(self.folder)
+            except FileNotFoundError:
+                return None
+            except OSError:
+                time.sleep(0.1)  # the last process is still leaving
+        return None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.remove()
+
+
+def drop_caches():
+    """Write back and drop the machine's page cache; CgroupError where that is not allowed."""
+    os.sync()
+    try:
+        with open("/proc/sys/vm/drop_caches", "w") as f:
+            f.write("3")
+    except OSError as e:
+        raise CgroupError(f"cannot drop the page cache ({e.strerror}); run as root") from None
