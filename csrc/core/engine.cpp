@@ -110,8 +110,12 @@ void engine::route(const route_request & req, int wave, const route_result & out
         } else {
             finish_wave(wave - 1);
         }
-        if (error_.empty() && issue(wave, true) && wave + 1 < n_waves_) {
-            issue(wave + 1, false);
+        if (error_.empty() && issue(wave, true)) {
+            if (wave + 1 < n_waves_) {
+                issue(wave + 1, false);
+            } else if (bulk_) {
+                load_next_layer();
+            }
         }
         stats_[layer_].plan_us += now_us() - t0;
     }
@@ -211,7 +215,8 @@ void engine::look_up() {
                 continue;
             }
             slot & x = pl.at(s);
-            if (x.load.failed && x.load.done()) {
+            if (x.load.failed) {
+                loader_.wait_done(x.load);
                 pl.release(s); // a prefetch that came to nothing
                 continue;
             }
@@ -393,7 +398,8 @@ bool engine::wait(int wave, load_part part) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     stats_[layer_].wait_us += now_us() - t0;
     if (!ok) {
-        fail(loader_.error());
+        const std::string why = loader_.error();
+        fail(why.empty() ? "a read of expert weights failed" : why);
     }
     return ok;
 }
@@ -433,6 +439,25 @@ void engine::finish_step() {
     n_waves_ = 0;
 }
 
+// A large batch wants nearly every expert of the next layer, too: its first wave loads while this layer's
+// last one computes.
+void engine::load_next_layer() {
+    const int next = layer_ + 1;
+    if (next >= (int) layout_.layers.size() || n_tokens_ * n_used_ < 2 * layout_.layers[next].n_expert) {
+        return;
+    }
+    const int n_expert = layout_.layers[next].n_expert;
+    int left = (n_expert + n_waves_ - 1) / n_waves_;
+    for (int e = 0; e < n_expert && left > 0; ++e) {
+        if (pool_of(next, COPY_HIGH).find(next, e) < 0) {
+            if (load_ahead(next, e, COPY_HIGH) != 1) {
+                return;
+            }
+            left--;
+        }
+    }
+}
+
 int engine::prefetch(int layer, int expert, int copy) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (layer < 0 || layer >= (int) layout_.layers.size() || expert < 0 || expert >= layout_.layers[layer].n_expert || copy < 0 || copy >= N_COPIES) {
@@ -441,6 +466,11 @@ int engine::prefetch(int layer, int expert, int copy) {
     if (records_.active().empty() || pool_of(layer, COPY_HIGH).find(layer, expert) >= 0 || pool_of(layer, copy).find(layer, expert) >= 0) {
         return 0;
     }
+    return load_ahead(layer, expert, copy);
+}
+
+// 1: queued, 0: no slot to spare.
+int engine::load_ahead(int layer, int expert, int copy) {
     // leave the slots that one token can need
     pool & pl = pool_of(layer, copy);
     group_layout & g = layout_.groups[layout_.layers[layer].group];
@@ -451,16 +481,18 @@ int engine::prefetch(int layer, int expert, int copy) {
     if (in_flight + g.n_used >= pl.n_slots()) {
         return 0;
     }
-    const int s = pl.victim(*policy_, context_for(layout_.layers[layer].group), false);
+    const int s = find_victim(pl, copy, false);
     if (s < 0) {
         return 0;
     }
     slot & x = pl.at(s);
-    if (!x.free()) {
+    const bool taken = !x.free();
+    if (taken) {
         stats_[layer].evictions++;
         event(HOBBIT_EVENT_EVICT, x.layer, x.expert, copy, s);
     }
     pl.assign(s, layer, expert);
+    pl.set_streamed(s, bulk_ && taken);
     x.prefetched = true;
     x.last_clock = clock_;
     x.last_pass  = pass_;

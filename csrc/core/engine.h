@@ -94,6 +94,8 @@ class engine {
     void count(const route_request & req);
     bool issue(int wave, bool must);
     int  find_victim(pool & p, int copy, bool must);
+    int  load_ahead(int layer, int expert, int copy);
+    void load_next_layer();
     bool wait(int wave, load_part part);
     void fill(int wave, const route_result & out);
     void finish_wave(int wave);

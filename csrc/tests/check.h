@@ -9,9 +9,8 @@
 
 #include <atomic>
 #include <cstdint>
-#include <cstdio>
-#include <sstream>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace check {
@@ -32,17 +31,34 @@ struct registration {
     registration(const char * name, void (*run)()) { tests().push_back({ name, run }); }
 };
 
-inline void report(const char * file, int line, const std::string & what) {
-    if (failed_checks++ < 10) {
-        fprintf(stderr, "%s:%d: %s\n", file, line, what.c_str());
+void report(const char * file, int line, const std::string & what);
+void failed(const char * file, int line, const char * what); // the same, without a string to make and to free
+
+// Out of line and for few types: hundreds of checks would make the tests slow to compile.
+std::string text(long long x);
+std::string text(unsigned long long x);
+std::string text(double x);
+std::string text(const std::string & x);
+
+template <class T> auto wide(const T & x) {
+    if constexpr (std::is_same_v<T, char>) {
+        return std::string(1, x);
+    } else if constexpr (std::is_floating_point_v<T>) {
+        return (double) x;
+    } else if constexpr (std::is_enum_v<T> || (std::is_integral_v<T> && std::is_signed_v<T>)) {
+        return (long long) x;
+    } else if constexpr (std::is_integral_v<T>) {
+        return (unsigned long long) x;
+    } else {
+        return std::string(x);
     }
 }
 
-template <class A, class B> void equal(const char * file, int line, const char * text, const A & a, const B & b) {
+void unequal(const char * file, int line, const char * what, const std::string & a, const std::string & b);
+
+template <class A, class B> void equal(const char * file, int line, const char * what, const A & a, const B & b) {
     if (!(a == b)) {
-        std::ostringstream s;
-        s << text << ": " << a << " is not " << b;
-        report(file, line, s.str());
+        unequal(file, line, what, text(wide(a)), text(wide(b)));
     }
 }
 
@@ -53,5 +69,5 @@ template <class A, class B> void equal(const char * file, int line, const char *
     static const check::registration register_##name(#name, name); \
     static void name()
 
-#define CHECK(x)       ((x) ? (void) 0 : check::report(__FILE__, __LINE__, #x))
+#define CHECK(x)       ((x) ? (void) 0 : check::failed(__FILE__, __LINE__, #x))
 #define CHECK_EQ(a, b) check::equal(__FILE__, __LINE__, #a, (a), (b))

@@ -5,6 +5,7 @@
 
 #include "check.h"
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -18,6 +19,23 @@ std::vector<test> & tests() {
 std::atomic<int> failed_checks{ 0 };
 uint32_t seed  = 1;
 int      steps = 150;
+
+void report(const char * file, int line, const std::string & what) {
+    if (failed_checks++ < 10) {
+        fprintf(stderr, "%s:%d: %s\n", file, line, what.c_str());
+    }
+}
+
+void failed(const char * file, int line, const char * what) { report(file, line, what); }
+
+std::string text(long long x) { return std::to_string(x); }
+std::string text(unsigned long long x) { return std::to_string(x); }
+std::string text(double x) { return std::to_string(x); }
+std::string text(const std::string & x) { return x; }
+
+void unequal(const char * file, int line, const char * what, const std::string & a, const std::string & b) {
+    report(file, line, std::string(what) + ": " + a + " is not " + b);
+}
 
 } // namespace check
 
