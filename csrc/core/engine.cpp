@@ -318,15 +318,27 @@ void engine::count(const route_request & req) {
     }
 }
 
+// A planned miss that was loaded ahead before its turn came.
+void engine::count_as_hit(const expert_plan & p) {
+    hobbit_stats & st = stats_[layer_];
+    const bool high = p.copy == COPY_HIGH;
+    for (size_t i = 0; i < experts_.size(); ++i) {
+        if (experts_[i] == p.expert) {
+            (high ? st.misses_high : st.misses_low)--;
+            (high ? st.hits_high : st.hits_low)++;
+            st.upgrades += (high ? HOBBIT_HIGH : HOBBIT_LOW) > wanted_[i];
+        }
+    }
+}
+
+// Has the running large batch all the slots that it may take from smaller ones?
+bool engine::window_is_full(const pool & p) const { return bulk_ && p.n_streamed() >= std::max(2, p.n_slots() / BULK_WAVES); }
+
 int engine::find_victim(pool & p, int copy, bool must) {
     const policy_context ctx = context_for(layout_.layers[layer_].group);
-    // a large batch streams through a few slots: two waves' worth, so that loading and computing overlap
-    const int window = std::max(2, p.n_slots() / BULK_WAVES);
-    int s = -1;
-    if (bulk_ && p.n_streamed() >= window) {
-        s = p.victim(*policy_, ctx, true);
-    }
-    if (s < 0) {
+    const bool full = window_is_full(p);
+    int s = p.victim(*policy_, ctx, full);
+    if (s < 0 && full && must) {
         s = p.victim(*policy_, ctx, false);
     }
     if (s < 0 && must) {
@@ -356,7 +368,27 @@ bool engine::issue(int wave, bool must) {
             continue;
         }
         pool & pl = pool_of(layer_, p.copy);
-        const int s = find_victim(pl, p.copy, must);
+        int s = pl.find(layer_, p.expert);
+        if (s >= 0 && !pl.at(s).load.failed) {
+            // loaded ahead since this layer was planned
+            slot & x = pl.at(s);
+            loader_.promote(x.load);
+            x.pins++;
+            x.last_clock = clock_;
+            x.last_pass  = pass_;
+            p.slot = s;
+            p.pins = 1;
+            x.prefetched = false;
+            st.prefetch_hits++;
+            count_as_hit(p);
+            event(HOBBIT_EVENT_HIT, layer_, p.expert, p.copy, s);
+            continue;
+        }
+        if (s >= 0) {
+            loader_.wait_done(pl.at(s).load);
+            pl.release(s);
+        }
+        s = find_victim(pl, p.copy, must);
         if (s < 0) {
             ok = false;
             break;
@@ -481,9 +513,9 @@ int engine::load_ahead(int layer, int expert, int copy) {
     if (in_flight + g.n_used >= pl.n_slots()) {
         return 0;
     }
-    const int s = find_victim(pl, copy, false);
-    if (s < 0) {
-        return 0;
+    const int s = pl.victim(*policy_, context_for(layout_.layers[layer].group), window_is_full(pl));
+    if (s < 0 || pl.at(s).layer == layer) {
+        return 0; // one expert of that layer for another gains nothing
     }
     slot & x = pl.at(s);
     const bool taken = !x.free();

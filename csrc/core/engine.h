@@ -94,6 +94,8 @@ class engine {
     void count(const route_request & req);
     bool issue(int wave, bool must);
     int  find_victim(pool & p, int copy, bool must);
+    bool window_is_full(const pool & p) const;
+    void count_as_hit(const expert_plan & p);
     int  load_ahead(int layer, int expert, int copy);
     void load_next_layer();
     bool wait(int wave, load_part part);
