@@ -96,8 +96,12 @@ policy_context engine::context_for(int group) const {
 
 void engine::route(const route_request & req, int wave, const route_result & out) {
     const int64_t t0 = now_us();
+    hobbit_hooks hooks; // called without the lock: other threads may set others meanwhile
+    hobbit * handle;
     {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
+        hooks  = hooks_;
+        handle = handle_;
         if (wave == 0) {
             finish_step();
             if (req.first) {
@@ -119,8 +123,8 @@ void engine::route(const route_request & req, int wave, const route_result & out
         }
         stats_[layer_].plan_us += now_us() - t0;
     }
-    if (wave == 0 && hooks_.prefetch && error_.empty()) {
-        hooks_.prefetch(hooks_.user, handle_, layer_, n_tokens_, n_used_, experts_.data(), weights_.data());
+    if (wave == 0 && hooks.prefetch && error_.empty()) {
+        hooks.prefetch(hooks.user, handle, layer_, n_tokens_, n_used_, experts_.data(), weights_.data());
     }
     wait(wave, PART_EARLY);
     std::lock_guard<std::recursive_mutex> lock(mutex_);

@@ -1,0 +1,64 @@
+# make setup      .venv with hobbit-cpp built from this tree (first time: about 5 minutes on 2 cores)
+# make demo       set up, then run the demo
+# make test       set up, then run the tests; PYTEST_ARGS="-k stats" narrows
+# make core-test  build the C++ core alone and run its unit tests; SANITIZE=address,undefined
+# make clean      remove everything that was built
+#
+# PYTHON=python3.12 chooses the Python, CMAKE_ARGS="-DGGML_CUDA=ON" goes to the build of llama.cpp,
+# HOBBIT_LLAMA_CPP_SOURCE=path avoids its download.
+
+PYTHON      ?= python3
+CMAKE       ?= cmake
+PYTEST_ARGS ?=
+SANITIZE    ?=
+JOBS        ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
+CMAKE_ARGS  ?=
+export CMAKE_ARGS
+
+VENV := .venv
+PY   := $(VENV)/bin/python
+PIP  := $(PY) -m pip --disable-pip-version-check
+PIN  := $(shell sed -n 's/^LLAMA_CPP_PYTHON_VERSION = "\(.*\)"$$/\1/p' hobbit_cpp/_version.py)
+
+# A change in any of these rebuilds (folders: a file was added or removed); changed Python modules
+# need nothing, the install is an editable one.
+SOURCES := CMakeLists.txt setup.py pyproject.toml hobbit_cpp/_version.py $(shell find cmake csrc)
+
+.PHONY: setup demo test core-test clean force
+
+setup: $(VENV)/built
+
+demo: setup
+	$(VENV)/bin/hobbit demo
+
+test: setup
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+$(VENV)/made:
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The Python bindings, not compiled: our libllama serves them. From the checked sdist, which the build
+# needs anyway; --no-cache-dir, or pip would keep a llama-cpp-python without libraries for later.
+$(VENV)/bindings-$(PIN): $(VENV)/made
+	sdist="$$($(PY) cmake/prepare_llama_cpp.py --sdist --pin hobbit_cpp/_version.py --download build/download \
+	    --source "$$HOBBIT_LLAMA_CPP_SOURCE")" && \
+	    CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(PIP) install --no-cache-dir --no-deps "$$sdist"
+	@touch $@
+
+# Rewritten only when CMAKE_ARGS changed, which rebuilds.
+$(VENV)/cmake-args: force | $(VENV)/made
+	@printf '%s\n' "$$CMAKE_ARGS" | cmp -s - $@ || printf '%s\n' "$$CMAKE_ARGS" > $@
+
+$(VENV)/built: $(SOURCES) $(VENV)/bindings-$(PIN) $(VENV)/cmake-args
+	$(PIP) install --verbose -e '.[test]'
+	@touch $@
+
+core-test:
+	$(CMAKE) -S . -B build/core-tests -DHOBBIT_CORE_TESTS=ON -DHOBBIT_SANITIZE="$(SANITIZE)"
+	$(CMAKE) --build build/core-tests --parallel $(JOBS)
+	build/core-tests/hobbit-core-tests
+
+clean:
+	rm -rf build dist $(VENV) hobbit_cpp/lib *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

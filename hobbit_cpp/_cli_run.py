@@ -1,0 +1,181 @@
+"""hobbit run: one prompt, or a chat."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from . import memory, stats
+from .memory import format_bytes
+
+
+def open_model(args):
+    """Llama as the arguments say."""
+    from . import _load
+    from .cli import llama_arguments
+    from .llama import Llama
+
+    n_ctx = args.ctx
+    if n_ctx is None:
+        metadata, _ = _load.read_metadata(_load.check_path(args.model))
+        arch = metadata.get("general.architecture") if metadata else None
+        n_ctx = min(4096, (metadata.get(f"{arch}.context_length") if metadata else None) or 4096)
+    elif n_ctx < 1:
+        raise ValueError(f"--ctx must be at least 1, not {n_ctx}")
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads must be at least 1, not {args.threads}")
+    return Llama(args.model, n_ctx=n_ctx, verbose=args.verbose, **llama_arguments(args))
+
+
+def has_template(llm) -> bool:
+    return "tokenizer.chat_template" in llm.metadata
+
+
+def run(args) -> int:
+    if args.tokens is not None and args.tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, not {args.tokens}")
+    prompt = _prompt(args)
+    with open_model(args) as llm:
+        if args.chat and not has_template(llm):
+            raise ValueError(f"{args.model} has no chat template: leave out --chat")
+        chat = has_template(llm) and not args.raw
+        talk = (_Chat if chat else _Text)(llm, args)
+        if prompt is None:
+            _converse(talk, llm)
+        else:
+            _print_stream(talk.reply(prompt))
+            print(_closing_line(llm), file=sys.stderr)
+        if args.stats:
+            print(stats.table(llm.offload_stats()), file=sys.stderr)
+    return 0
+
+
+def _prompt(args) -> str | None:
+    if args.file is None:
+        text = args.prompt
+    elif args.file == "-":
+        text = sys.stdin.read()
+    else:
+        with open(args.file, encoding="utf-8") as f:
+            text = f.read()
+    if text is not None:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("the prompt is not valid UTF-8") from None
+    return text
+
+
+class _Sampling:
+    def __init__(self, llm, args, default_tokens):
+        self.llm = llm
+        self.options = {"max_tokens": args.tokens or default_tokens, "temperature": args.temp, "stream": True}
+        self.seed = int.from_bytes(os.urandom(4), "little") if args.seed is None else args.seed
+
+    def next_options(self):
+        self.seed = (self.seed + 1) % 2**32
+        return {**self.options, "seed": (self.seed - 1) % 2**32}
+
+
+class _Text(_Sampling):
+    """Plain continuation; in a conversation, of everything said so far."""
+
+    def __init__(self, llm, args):
+        super().__init__(llm, args, 128)
+        self.so_far = ""
+
+    def reply(self, text):
+        self.so_far += text
+        for chunk in self.llm.create_completion(self.so_far, **self.next_options()):
+            piece = chunk["choices"][0]["text"]
+            self.so_far += piece
+            yield piece
+
+    def forget(self):
+        self.so_far = ""
+
+
+class _Chat(_Sampling):
+    """Turns in the model's chat template."""
+
+    def __init__(self, llm, args):
+        super().__init__(llm, args, None)
+        self.messages = []
+
+    def reply(self, text):
+        self.messages.append({"role": "user", "content": text})
+        said = ""
+        try:
+            for chunk in self.llm.create_chat_completion(messages=self.messages, **self.next_options()):
+                piece = chunk["choices"][0]["delta"].get("content") or ""
+                said += piece
+                yield piece
+        finally:  # what was said before Ctrl-C counts
+            self.messages.append({"role": "assistant", "content": said})
+
+    def forget(self):
+        self.messages = []
+
+
+def _print_stream(pieces) -> None:
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print(flush=True)
+
+
+def _converse(talk, llm) -> None:
+    try:
+        import readline  # noqa: F401  line editing for input()
+    except ImportError:
+        pass
+    prompt = "> " if sys.stdin.isatty() else ""
+    if prompt:
+        print("Ctrl-C stops a reply, Ctrl-D leaves." + ("" if isinstance(talk, _Chat) else
+              " The model has no chat template: it continues what was written."), file=sys.stderr)
+    while True:
+        try:
+            text = input(prompt)
+        except EOFError:
+            if prompt:
+                print()
+            return
+        except KeyboardInterrupt:
+            if not prompt:
+                raise
+            print()
+            continue
+        if not text.strip():
+            continue
+        try:
+            _print_stream(talk.reply(text))
+            print(_closing_line(llm), file=sys.stderr)
+        except KeyboardInterrupt:
+            print()
+        except ValueError as error:
+            if "exceed context window" not in str(error):
+                raise
+            talk.forget()
+            print(f"the context of {llm.n_ctx()} tokens is full: starting afresh (--ctx gives more room)", file=sys.stderr)
+
+
+def _closing_line(llm) -> str:
+    last = llm.last_stats
+    prompt, decode = last["prompt"], last["decode"]
+
+    def speed(part, name):
+        rate = f", {part['evaluated'] / part['seconds']:.1f} tok/s" if part["evaluated"] and part["seconds"] > 0 else ""
+        return f"{name} {part['evaluated']} tokens{rate}"
+
+    parts = [speed(prompt, "prompt"), speed(decode, "reply")]
+    if llm.is_offloaded:
+        both = stats.counters({k: prompt[k] + decode[k] for k in prompt}, len(llm.offload_stats()["layers"]))
+        budget = llm.offload_stats()["budget"]
+        parts += [f"hits {100 * both['hit_rate']:.1f} %", f"{format_bytes(both['bytes_per_token'])} read per token",
+                  f"experts {format_bytes(used_bytes(budget))} of budget {format_bytes(budget['budget_bytes'])}"]
+    parts.append(f"peak memory {format_bytes(memory.peak_rss())}")
+    return f"[{'; '.join(parts)}]"
+
+
+def used_bytes(budget: dict) -> int:
+    """What of a budget is really taken: slots, read buffers, bookkeeping."""
+    return budget["slot_bytes"] + budget["staging_bytes"] + budget["record_bytes"]

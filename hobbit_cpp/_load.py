@@ -1,0 +1,140 @@
+"""What Llama checks and computes before a file is loaded. Errors are ValueError or TypeError, one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import warnings
+
+from . import bindings as b  # before llama_cpp: it makes llama_cpp use our libraries
+
+import llama_cpp
+from gguf_tools.errors import GGUFError
+from gguf_tools.reader import Reader
+
+from . import memory, model_memory
+from .settings import DEFAULTS, Settings, check_int
+
+# {name: default} of llama_cpp.Llama's arguments
+BASE_ARGUMENTS = {
+    name: p.default
+    for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items()
+    if p.kind == p.KEYWORD_ONLY
+}
+
+
+def check_keywords(given) -> None:
+    """llama_cpp.Llama takes every keyword and drops those that it does not know."""
+    for name in given:
+        if name not in BASE_ARGUMENTS:
+            near = difflib.get_close_matches(name, [*DEFAULTS, *BASE_ARGUMENTS], 1)
+            raise TypeError(f"Llama() has no argument {name!r}" + (f"; is {near[0]!r} meant?" if near else ""))
+
+
+def check_path(path) -> str:
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(f"model_path must be a str or a path, not {path!r} ({type(path).__name__})")
+    path = os.fsdecode(path)
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"model_path {path!r} is not valid UTF-8, which llama.cpp needs: rename the file or the folder") from None
+    if "\0" in path:
+        raise ValueError(f"model_path {path!r} contains a null character")
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder: name the GGUF file in it")
+    if not os.path.exists(path):
+        raise ValueError(f"{path} does not exist")
+    return path
+
+
+def read_metadata(path: str):
+    """(a Reader whose file is closed again, ""), or (None, what is wrong): llama.cpp has the last word on that."""
+    try:
+        with Reader(path) as reader:
+            return reader, ""
+    except (GGUFError, OSError) as error:
+        return None, str(error)
+
+
+def check_used_experts(overrides, metadata) -> int:
+    """expert_used_count from kv_overrides, 0 if not there. llama.cpp aborts the process for values out of range."""
+    arch = metadata.get("general.architecture")
+    n_expert = metadata.get(f"{arch}.expert_count")
+    n_used = 0
+    if not n_expert:
+        return 0
+    for key, value in (overrides or {}).items():
+        if key.endswith(".expert_used_count"):
+            if key != f"{arch}.expert_used_count":
+                raise ValueError(f"kv_overrides: {key} has no effect on this model; its key is {arch}.expert_used_count")
+            n_used = check_int(f"kv_overrides[{key!r}]", value, 1, n_expert)
+    return n_used
+
+
+def need_of(metadata, path: str, arguments: dict, n_used: int) -> model_memory.Need:
+    """What the model and its context will take; arguments as for Llama()."""
+    def use(name):
+        value = arguments.get(name)
+        return BASE_ARGUMENTS[name] if value is None else value
+
+    n_ctx = check_int("n_ctx", use("n_ctx"), 0, 2**31 - 1)
+    return model_memory.estimate(
+        metadata, resident_bytes=os.path.getsize(path), n_ctx=n_ctx, n_batch=use("n_batch"), n_ubatch=use("n_ubatch"), n_used=n_used,
+        type_k=arguments.get("type_k"), type_v=arguments.get("type_v"), flash_attn=bool(use("flash_attn")),
+        logits_all=bool(use("logits_all") or arguments.get("draft_model") is not None))
+
+
+def check_context(need: model_memory.Need, arguments: dict) -> None:
+    """A KV cache that cannot fit is refused here; llama.cpp would be killed for it."""
+    if not need.plain or arguments.get("n_gpu_layers"):
+        return
+    try:
+        now = memory.read_memory()
+    except OSError:
+        return
+    room = memory.available(now) + now.swap_free
+    if need.kv_cache > room:
+        raise ValueError(f"n_ctx is {arguments.get('n_ctx', BASE_ARGUMENTS['n_ctx'])}: its KV cache takes {memory.format_bytes(need.kv_cache)}, but "
+                         f"{memory.format_bytes(room)} are available; give a smaller n_ctx")
+
+
+def make_params(settings: Settings, path: str, need: model_memory.Need, n_used: int) -> b.hobbit_params:
+    """The settings for the library, with "auto" worked out."""
+    params = b.hobbit_params()
+    b.hobbit_default_params(params)
+    settings.fill(params)
+    if settings.budget.kind == "auto":
+        set_load_params(params)  # the floor depends on n_io_threads
+        info = b.hobbit_info()
+        try:
+            if b.hobbit_probe(path.encode("utf-8"), n_used, info) < 0:
+                raise ValueError(last_error(path))
+        finally:
+            b.hobbit_set_load_params(None)
+        settings.fill(params, auto_bytes(need, info.floor_bytes, info.high_bytes))
+    return params
+
+
+def auto_bytes(need: model_memory.Need, floor: int, high: int) -> int:
+    try:
+        now = memory.read_memory()
+    except OSError as error:
+        raise ValueError(f"cache_bytes='auto' cannot tell how much memory there is ({error}): give a size") from None
+    budget = memory.auto_budget(now, need.total, floor + high)
+    if budget < floor:
+        warnings.warn(f"cache_bytes='auto': {memory.format_bytes(budget)} are free for experts, but one step can need "
+                      f"{memory.format_bytes(floor)}, which is taken; a smaller n_ctx leaves more", RuntimeWarning, stacklevel=4)
+    return budget
+
+
+def set_load_params(params) -> None:
+    if b.hobbit_set_load_params(params) < 0:
+        raise ValueError(b.hobbit_last_error().decode("utf-8", "replace"))
+
+
+def last_error(path: str) -> str:
+    """The library's reason for a failed load, with the file's name; "" if it has none."""
+    reason = b.hobbit_last_error().decode("utf-8", "replace")
+    return reason if not reason or os.path.basename(path) in reason else f"{path}: {reason}"

@@ -1,0 +1,71 @@
+"""Parts of Llama: its context, what stands in for a closed one, and the record of a generation."""
+
+from __future__ import annotations
+
+import time
+
+from . import bindings as b  # before llama_cpp: it makes llama_cpp use our libraries
+
+import llama_cpp
+from llama_cpp import _internals as internals
+
+from . import _log, stats
+from .errors import HobbitError
+
+
+class Context(internals.LlamaContext):
+    """The context of a model with offloaded experts: says why a forward pass failed."""
+
+    engine = None
+    hooks = None
+
+    def decode(self, batch):
+        self._run("llama_decode", batch)
+
+    def encode(self, batch):
+        self._run("llama_encode", batch)
+
+    def _run(self, name, batch):
+        with _log.errors(show=self.verbose) as lines:
+            code = getattr(llama_cpp, name)(self.ctx, batch.batch)
+        error = self.hooks.take_error() if self.hooks else None
+        if error is not None:
+            raise error
+        if code != 0:
+            reason = b.hobbit_decode_error(self.engine).decode("utf-8", "replace") if code == -3 else ""
+            if reason:
+                raise HobbitError(reason)
+            raise RuntimeError(f"{name} returned {code}" + (f" ({lines[-1]})" if lines else ""))
+
+
+class Closed:
+    """In the place of a closed model's parts; the C functions behind those crash on a freed model."""
+
+    def __getattr__(self, name):
+        raise RuntimeError("this Llama was closed: load the model again")
+
+
+class Generation:
+    """Counters and time at the start of a generation, at its first token, and at its latest."""
+
+    def __init__(self, llm):
+        self.llm = llm
+        self.n_layers = 0
+        if llm._engine:
+            info = b.hobbit_info()
+            b.hobbit_get_info(llm._engine, info)
+            self.n_layers = info.n_layers
+        self.marks = [self._now()]
+
+    def _now(self):
+        return {**(self.llm._raw() if self.n_layers else {}), "evaluated": self.llm._evaluated, "seconds": time.perf_counter()}
+
+    def mark(self):
+        """After each token."""
+        if not self.llm._is_closed:
+            self.marks[min(2, len(self.marks)):] = [self._now()]
+
+    def report(self):
+        marks = self.marks + [self.marks[-1]] * (3 - len(self.marks))
+        parts = [stats.difference(after, before) for before, after in zip(marks, marks[1:])]
+        return {name: stats.counters(part, self.n_layers) if self.n_layers else part for name, part in zip(("prompt", "decode"), parts)}

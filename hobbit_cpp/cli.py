@@ -1,0 +1,131 @@
+"""The command hobbit: run, convert, info, demo, bench."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+
+from ._version import __version__
+from .errors import HobbitError
+from .settings import POLICIES
+
+DESCRIPTION = "Run mixture-of-experts models that do not fit into memory."
+EPILOG = "A model is converted once (hobbit convert SRC.gguf -o OUT.gguf) and then run (hobbit run OUT.gguf)."
+
+
+def add_offload_arguments(p: argparse.ArgumentParser) -> None:
+    g = p.add_argument_group("offloading (for converted models)")
+    g.add_argument("--t1", type=float, metavar="X", help="experts within this share of the gate weights come at high precision; 1: all (default: 0.6)")
+    g.add_argument("--t2", type=float, metavar="X", help="beyond it they are skipped; between the two they come at low precision (default: 1, no skips)")
+    g.add_argument("--cache", metavar="SIZE", help="memory for experts: 8GiB, 512MiB, 25%%, min, or auto (default: auto)")
+    g.add_argument("--policy", choices=POLICIES, help="which expert gives up its place (default: hobbit)")
+    g.add_argument("--low-fraction", type=float, metavar="X", help="share of that memory for low copies (default: 0)")
+    g.add_argument("--io-threads", type=int, metavar="N", help="reads in flight (default: 4)")
+    g.add_argument("--no-direct-io", action="store_true", help="read through the page cache")
+
+
+def add_model_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--ctx", type=int, metavar="N", help="context in tokens (default: the model's, at most 4096)")
+    p.add_argument("--threads", type=int, metavar="N", help="computing threads (default: half of the cores)")
+    p.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
+
+
+def llama_arguments(args) -> dict:
+    """Keyword arguments for Llama; what was not given is left out."""
+    given = {"t1": args.t1, "t2": args.t2, "cache_bytes": args.cache, "policy": args.policy, "low_fraction": args.low_fraction,
+             "n_io_threads": args.io_threads, "direct_io": False if args.no_direct_io else None,
+             "n_threads": args.threads, "n_threads_batch": args.threads}
+    return {k: v for k, v in given.items() if v is not None}
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="hobbit", description=DESCRIPTION, epilog=EPILOG)
+    p.add_argument("--version", action="version", version=f"hobbit-cpp {__version__}")
+    commands = p.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    run = commands.add_parser("run", help="generate text, or chat", description="Generate text from a prompt; without a prompt, chat.")
+    run.add_argument("model", metavar="MODEL.gguf", help="main file of a converted model, or an ordinary GGUF")
+    text = run.add_mutually_exclusive_group()
+    text.add_argument("-p", "--prompt", metavar="TEXT")
+    text.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, - for standard input")
+    run.add_argument("-n", "--tokens", type=int, metavar="N", help="most tokens to generate (default: 128, in a chat until the reply ends)")
+    run.add_argument("--temp", type=float, default=0.8, metavar="X", help="temperature; 0: always the likeliest token (default: 0.8)")
+    run.add_argument("--seed", type=int, metavar="N", help="for the same text again (default: another each time)")
+    how = run.add_mutually_exclusive_group()
+    how.add_argument("--raw", action="store_true", help="continue the text, even if the model has a chat template")
+    how.add_argument("--chat", action="store_true", help="use the chat template; an error if the model has none")
+    run.add_argument("--stats", action="store_true", help="print a table of what the expert cache did")
+    add_model_arguments(run)
+    add_offload_arguments(run)
+
+    commands.add_parser("convert", help="make a model with two copies of every expert", add_help=False)
+    commands.add_parser("info", help="say what a GGUF file holds", add_help=False)
+
+    demo = commands.add_parser("demo", help="see it work with the small model that comes along",
+                               description="Convert the small model that comes along, run it with memory for a quarter of its experts, and measure.")
+    demo.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue")
+    demo.add_argument("--threads", type=int, metavar="N", help="computing threads (default: half of the cores)")
+
+    bench = commands.add_parser("bench", help="measure speed", description="Median speed of a model, each run in a process of its own.")
+    bench.add_argument("model", metavar="MODEL.gguf")
+    bench.add_argument("--against", metavar="SRC.gguf", help="an ordinary GGUF to load the usual way, side by side")
+    bench.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
+    bench.add_argument("-n", "--tokens", type=int, default=64, metavar="N", help="tokens to generate (default: %(default)s)")
+    bench.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each (default: %(default)s)")
+    add_model_arguments(bench)
+    add_offload_arguments(bench)
+    return p
+
+
+def _command(argv: list[str]) -> int:
+    # imported here: convert and info need neither llama_cpp nor the engine
+    if argv[:1] == ["convert"]:
+        from .convert import main as convert
+        return convert(argv[1:])
+    if argv[:1] == ["info"]:
+        from gguf_tools.info import main as info
+        return info(argv[1:])
+    args = _parser().parse_args(argv)
+    if args.command == "run":
+        from ._cli_run import run
+        return run(args)
+    if args.command == "demo":
+        from .demo import demo
+        return demo(args.prompt, args.threads)
+    from ._cli_bench import bench
+    return bench(args)
+
+
+def _silence_stdout() -> None:
+    """The reader of our pipe is gone; Python would complain once more when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+            status = _command(sys.argv[1:] if argv is None else argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        _silence_stdout()
+        return 0
+    except MemoryError:
+        print("error: out of memory", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}" if error.filename and error.strerror else f"error: {error}", file=sys.stderr)
+    except (HobbitError, ImportError, RuntimeError, TypeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

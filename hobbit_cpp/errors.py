@@ -1,0 +1,5 @@
+"""The package's own exception; arguments that are wrong raise TypeError and ValueError."""
+
+
+class HobbitError(RuntimeError):
+    """Something about offloaded experts failed at run time, said in one sentence."""

@@ -1,0 +1,339 @@
+"""Llama: llama-cpp-python's class, with routed experts offloaded at two precisions.
+
+    from hobbit_cpp import Llama
+    llm = Llama("mixtral.gguf", n_ctx=4096, cache_bytes="8GiB", t1=0.6, t2=0.9)
+
+Everything llama_cpp.Llama can do works as there: completion, chat, streaming, embeddings, grammars,
+states. Ordinary GGUFs load and behave as with llama_cpp.Llama.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+
+from . import bindings as b  # before llama_cpp: it makes llama_cpp use our libraries
+
+import llama_cpp
+import numpy as np
+
+from . import _load, _log, stats
+from ._hooks import Hooks
+from ._parts import Closed, Context, Generation
+from .errors import HobbitError
+from .settings import POLICIES, Settings, check_int, check_policy, check_thresholds
+
+__all__ = ["HobbitError", "Llama"]
+
+PRECISION = {"low": b.HOBBIT_LOW, "high": b.HOBBIT_HIGH}
+
+
+class Llama(llama_cpp.Llama):
+    """A model; arguments and methods of llama_cpp.Llama, and those below.
+
+    Args:
+        model_path: The main file of a dual GGUF (made by `hobbit convert`), or an ordinary GGUF. A str or path.
+        t1: Of a token's experts, those whose larger ones sum up to at most t1 of the gate weights are wanted at
+            high precision. 0 or more, default 0.6; 1 or more: all of them, which gives llama.cpp's own results.
+        t2: Beyond t1, up to t2 experts are wanted at low precision, beyond t2 they are skipped. At least t1,
+            default 1.0: nothing is skipped.
+        cache_bytes: Memory for experts (slots, buffers, bookkeeping): bytes as int; "8GiB", "512MiB", "1.5G"
+            (powers of 1024) or "8GB" (powers of 1000); "25%" of all experts at high precision; "min", the least
+            that works; "auto" (default), what the machine or its container has left after the rest of the model.
+        policy: Which copy gives up its slot: "hobbit" (default), "lcu", "lfu" or "lru".
+        policy_weights: For "hobbit": four numbers of at least 0 that weigh recency, frequency, uses at high
+            precision and layer distance. Default: equal.
+        low_fraction: Share of cache_bytes for slots of low copies, 0 to 1, default 0: as few as one step needs.
+        n_io_threads: Reads in flight, 1 to 64, default 4.
+        direct_io: Read past the page cache where the file system can, default True.
+        force_miss: Load every expert anew each time, to measure the worst case. Default False.
+
+    For a dual GGUF use_mmap is False unless given: what stays resident then lies in memory that the page
+    cache cannot push out.
+
+    Raises:
+        TypeError: an unknown argument, or a value of the wrong type.
+        ValueError: a value out of range; a file that is missing, damaged or not half of a pair; a budget below
+            the floor (stated in bytes); an offload argument for an ordinary GGUF.
+    """
+
+    def __init__(self, model_path, *, t1=None, t2=None, cache_bytes=None, policy=None, policy_weights=None, low_fraction=None,
+                 n_io_threads=None, direct_io=None, force_miss=None, **kwargs):
+        self._stack = contextlib.ExitStack()  # close() works on an object that got no further
+        self._engine = None
+        self._hooks = None
+        self._last = None
+        self._evaluated = 0
+        self._is_closed = False
+        _load.check_keywords(kwargs)
+        self._settings = Settings(t1=t1, t2=t2, cache_bytes=cache_bytes, policy=policy, policy_weights=policy_weights,
+                                  low_fraction=low_fraction, n_io_threads=n_io_threads, direct_io=direct_io, force_miss=force_miss)
+        path = _load.check_path(model_path)
+        if kwargs.get("lora_path") is not None:
+            kwargs["lora_path"] = os.fsdecode(kwargs["lora_path"])
+        metadata, damage = _load.read_metadata(path)
+        dual = metadata is not None and metadata.get("hobbit.role") == "main"
+        if metadata is not None and metadata.get("hobbit.role") is None and self._settings.given:
+            name = next(iter(self._settings.given))
+            raise ValueError(f"{path} is an ordinary GGUF: convert it first (hobbit convert), or leave out {name}")
+        self._sidecar = os.path.join(os.path.dirname(path), metadata.get("hobbit.sidecar", "")) if dual else None
+
+        params = None
+        if metadata is not None and not kwargs.get("vocab_only"):
+            n_used = _load.check_used_experts(kwargs.get("kv_overrides"), metadata)
+            need = _load.need_of(metadata, path, kwargs, n_used)
+            _load.check_context(need, kwargs)
+            if dual:
+                params = _load.make_params(self._settings, path, need, n_used)
+        if dual:
+            kwargs.setdefault("use_mmap", False)
+        del metadata
+        self._load(path, params, damage, kwargs)
+        if self._n_ctx > len(self.input_ids):  # llama.cpp rounds n_ctx up, and prompts are checked against that
+            self.input_ids = np.ndarray((self._n_ctx,), dtype=np.intc)
+            if self._logits_all:
+                self.scores = np.ndarray((self._n_ctx, self._n_vocab), dtype=np.single)
+        self._engine = b.hobbit_from_model(self._model.model)
+        if self._engine:
+            self._ctx.__class__ = Context
+            self._ctx.engine = self._engine
+        if self.verbose and sys.stderr is not None:
+            print(stats.one_line(self.offload_stats()), file=sys.stderr)
+
+    def _load(self, path, params, damage, kwargs):
+        verbose = kwargs.get("verbose", True)
+        _load.set_load_params(params)  # of this thread; also forgets the last error
+        try:
+            with _log.errors(show=verbose) as lines:
+                super().__init__(path, **kwargs)
+                if self.lora_path and not self._lora_adapter:  # a null pointer object, which the base takes for an adapter
+                    raise RuntimeError(f"Failed to load the LoRA adapter {self.lora_path}")
+        except Exception as error:
+            reason = damage or _load.last_error(path)
+            self.close()
+            if isinstance(error, ValueError) and reason:
+                raise ValueError(reason) from None
+            if type(error) in (ValueError, RuntimeError) and lines:
+                raise type(error)(f"{path}: {error} ({lines[-1]})") from None
+            raise
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            b.hobbit_set_load_params(None)
+
+    # --- llama_cpp.Llama's, with more care ---
+
+    def eval(self, tokens):
+        if self._hooks is not None and self._hooks.running:
+            raise RuntimeError("a hook must not run the model that called it")
+        try:
+            super().eval(tokens)
+            self._evaluated += len(tokens)
+        except BaseException:
+            self._requires_eval = True  # the logits of the pass before are gone
+            raise
+
+    def generate(self, tokens, *args, **kwargs):
+        generator = super().generate(tokens, *args, **kwargs)
+        self._last = last = Generation(self)
+        sent = None
+        try:
+            while True:
+                try:
+                    token = generator.send(sent)
+                except StopIteration:
+                    return
+                finally:
+                    last.mark()
+                sent = yield token
+        finally:
+            generator.close()
+
+    def close(self):
+        """Free the model. Every later call raises RuntimeError."""
+        self._engine = None
+        super().close()
+        self._is_closed = True
+        self._hooks = None  # after the engine, which may call them
+        self._ctx = self._model = self._batch = Closed()
+        if isinstance(getattr(self, "tokenizer_", None), llama_cpp.LlamaTokenizer):
+            self.tokenizer_ = Closed()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __getstate__(self):
+        return {**super().__getstate__(), **self._settings.given}
+
+    # --- offloading ---
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Are this model's experts offloaded?"""
+        return bool(self._engine)
+
+    def _offload(self):
+        """The engine; RuntimeError if there is none."""
+        if self._is_closed:
+            raise RuntimeError("this Llama was closed: load the model again")
+        if not self._engine:
+            raise HobbitError(f"{self.model_path} is an ordinary GGUF: its experts are not offloaded; convert it first (hobbit convert)")
+        return self._engine
+
+    def _check(self, code, kind):
+        if code < 0:
+            raise kind(b.hobbit_last_error().decode("utf-8", "replace"))
+        return code
+
+    def _params(self):
+        params = b.hobbit_params()
+        b.hobbit_get_params(self._offload(), params)
+        return params
+
+    @property
+    def thresholds(self) -> tuple[float, float]:
+        """(t1, t2), as in the constructor; may be set at any time, between tokens too."""
+        p = self._params()
+        return _plain(p.t1), _plain(p.t2)
+
+    @thresholds.setter
+    def thresholds(self, value):
+        if isinstance(value, str) or not hasattr(value, "__len__") or len(value) != 2:
+            raise TypeError(f"thresholds must be a pair (t1, t2), not {value!r}")
+        t1, t2 = check_thresholds(*value)
+        self._check(b.hobbit_set_thresholds(self._offload(), t1, t2), ValueError)
+        self._settings.given.update(t1=t1, t2=t2)
+
+    @property
+    def policy(self) -> str:
+        """Name of the eviction policy; may be set."""
+        return POLICIES[self._params().policy]
+
+    @policy.setter
+    def policy(self, name):
+        self.set_policy(name)
+
+    def set_policy(self, name, weights=None):
+        """Change the eviction policy; weights as policy_weights in the constructor, None keeps those in force."""
+        number, weights = check_policy(name, weights)
+        c_weights = None if weights is None else (ctypes.c_float * 4)(*weights)
+        self._check(b.hobbit_set_policy(self._offload(), number, c_weights), ValueError)
+        self._settings.given.pop("policy_weights", None) if name != "hobbit" else None
+        self._settings.given.update(policy=name, **({} if weights is None else {"policy_weights": weights}))
+
+    def set_hooks(self, *, select=None, prefetch=None, event=None):
+        """Functions that see and steer the cache; replaces all earlier ones, without arguments removes them.
+
+        select(layer, experts, weights, wanted)   before the lookup, once a layer and batch. Arrays [n_tokens, n_used]:
+                                   experts int32, weights float32 (of a token they sum to 1), wanted int32: the rule's
+                                   choice, 0 skip, 1 low, 2 high; may be changed, or a new array returned.
+        prefetch(layer, experts, weights)   after this layer's loads were queued; may call self.prefetch().
+        event(kind, layer, expert, precision, slot)   kind "hit", "load", "evict", "skip" or "prefetch"; precision
+                                   "high", "low" or "skip".
+
+        layer counts layers with offloaded experts. The arrays are the function's own. An exception raised in a hook
+        ends the forward pass and comes out of the call that needed it. Hooks must not run the model.
+        """
+        engine = self._offload()
+        hooks = Hooks(select, prefetch, event) if select or prefetch or event else None
+        b.hobbit_set_hooks(engine, hooks.c if hooks else None)
+        self._hooks = self._ctx.hooks = hooks
+
+    def prefetch(self, layer: int, expert: int, precision: str = "high") -> bool:
+        """Ask for a copy to be loaded when the storage is idle. False: it is there, or no slot can be spared."""
+        if precision not in PRECISION:
+            raise ValueError(f"precision must be 'low' or 'high', not {precision!r}")
+        layer, expert = check_int("layer", layer, 0, 2**31 - 1), check_int("expert", expert, 0, 2**31 - 1)
+        return bool(self._check(b.hobbit_prefetch(self._offload(), layer, expert, PRECISION[precision]), ValueError))
+
+    @contextlib.contextmanager
+    def trace(self, path):
+        """with llm.trace("routing.npy"): ...   (see start_trace)"""
+        self.start_trace(path)
+        try:
+            yield self
+        finally:
+            if not self._is_closed:
+                self.stop_trace()
+
+    def start_trace(self, path):
+        """Record the routing of every token from now on as a NumPy file: numpy.load(path) has one row per token and
+        layer, with the fields seq, pos, layer, expert [n_used] and weight [n_used]. The file appears at stop_trace()
+        or close(). Raises HobbitError where it cannot be written or a trace is running."""
+        self._check(b.hobbit_trace_start(self._offload(), os.fsencode(path)), HobbitError)
+
+    def stop_trace(self):
+        self._check(b.hobbit_trace_stop(self._offload()), HobbitError)
+
+    def _raw(self) -> dict:
+        s = b.hobbit_stats()
+        b.hobbit_get_stats(self._offload(), s)
+        return _dict(s)
+
+    def reset_offload_stats(self):
+        """Set all counters to 0."""
+        b.hobbit_reset_stats(self._offload())
+
+    @property
+    def last_stats(self):
+        """The last generation (a completion, chat reply or generate()): {"prompt": ..., "decode": ...}, None before the
+        first. Both have "seconds" and "evaluated", the tokens that went through the model, and with offloaded experts
+        the counters of offload_stats()["totals"]. The prompt's part ends with the first new token."""
+        return None if self._last is None else self._last.report()
+
+    def offload_stats(self) -> dict:
+        """What is set up and what was counted since the load or the last reset; plain values only.
+
+        mode      "mixed", "high" (t1 >= 1) or "none" (ordinary GGUF; then only mode and model are there)
+        model, sidecar   paths
+        settings  t1, t2, policy, policy_weights, low_fraction, n_io_threads, direct_io (in force), force_miss, cache_bytes (as given)
+        budget    budget_bytes, floor_bytes, slot_bytes, staging_bytes, record_bytes, high_bytes, low_bytes (all experts)
+        groups    per set of alike layers: slots, resident copies, types, bytes of an expert, backend
+        totals    counters (stats.py)
+        layers    counters of each layer with offloaded experts, and its block number in the model
+        """
+        if not self._is_closed and not self._engine:
+            return {"mode": "none", "model": self.model_path}
+        engine, p, info = self._offload(), self._params(), b.hobbit_info()
+        b.hobbit_get_info(engine, info)
+        groups, layers = [], []
+        for i in range(info.n_groups):
+            g = b.hobbit_group_info()
+            self._check(b.hobbit_get_group(engine, i, g), HobbitError)
+            g = {k: v.decode() if isinstance(v, bytes) else v for k, v in _dict(g).items()}
+            g["backend"] = g.pop("buffer_type")
+            groups.append(g)
+        for i in range(info.n_layers):
+            s = b.hobbit_stats()
+            self._check(b.hobbit_get_layer_stats(engine, i, s), HobbitError)
+            layers.append({"block": b.hobbit_get_layer_block(engine, i), **stats.counters(_dict(s), 1)})
+        return {
+            "mode": "high" if p.t1 >= 1 else "mixed",
+            "model": self.model_path,
+            "sidecar": self._sidecar,
+            "settings": {
+                "t1": _plain(p.t1), "t2": _plain(p.t2), "policy": POLICIES[p.policy],
+                "policy_weights": [_plain(w) for w in p.policy_weights] if POLICIES[p.policy] == "hobbit" else None,
+                "low_fraction": _plain(p.low_fraction), "n_io_threads": p.n_io_threads, "direct_io": bool(info.direct_io),
+                "force_miss": bool(p.force_miss), "cache_bytes": self._settings.cache_bytes,
+            },
+            "budget": {k: v for k, v in _dict(info).items() if k.endswith("_bytes")},
+            "groups": groups,
+            "totals": stats.counters(self._raw(), info.n_layers),
+            "layers": layers,
+        }
+
+
+def _dict(structure) -> dict:
+    return {name: getattr(structure, name) for name, _ in structure._fields_}
+
+
+def _plain(x: float) -> float:
+    """A C float as it was written: 0.6, not 0.6000000238."""
+    return float(f"{x:.7g}")

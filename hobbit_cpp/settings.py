@@ -1,0 +1,157 @@
+"""The offload settings of Llama: their defaults, checks, and the way into struct hobbit_params.
+
+Every check raises TypeError or ValueError in a sentence that names the argument and the allowed range.
+Nothing here needs the libraries.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+
+from .memory import parse_bytes
+
+POLICIES = ("lru", "lfu", "hobbit", "lcu")  # the index is enum hobbit_policy
+
+DEFAULTS = {
+    "t1": 0.6,
+    "t2": 1.0,
+    "cache_bytes": "auto",
+    "policy": "hobbit",
+    "policy_weights": None,  # a quarter each
+    "low_fraction": 0.0,
+    "n_io_threads": 4,
+    "direct_io": True,
+    "force_miss": False,
+}
+
+
+def _is_bool(x) -> bool:
+    return isinstance(x, bool) or type(x).__name__ in ("bool_", "bool")  # NumPy's is no bool
+
+
+def check_number(name: str, x, low: float, high: float = math.inf, unit: str = "") -> float:
+    """x as a finite float within low..high."""
+    allowed = (f"a number of at least {low:g}" if math.isinf(high) else f"a number from {low:g} to {high:g}") + unit
+    if _is_bool(x) or not isinstance(x, numbers.Real):
+        raise TypeError(f"{name} must be {allowed}, not {x!r} ({type(x).__name__})")
+    x = float(x)
+    if not math.isfinite(x) or not low <= x <= high:
+        raise ValueError(f"{name} must be {allowed}, not {x:g}")
+    return x
+
+
+def check_int(name: str, x, low: int, high: int) -> int:
+    if _is_bool(x) or not isinstance(x, numbers.Integral):
+        raise TypeError(f"{name} must be a whole number from {low} to {high}, not {x!r} ({type(x).__name__})")
+    if not low <= x <= high:
+        raise ValueError(f"{name} must be from {low} to {high}, not {x}")
+    return int(x)
+
+
+def check_bool(name: str, x) -> bool:
+    if not _is_bool(x):
+        raise TypeError(f"{name} must be True or False, not {x!r}")
+    return bool(x)
+
+
+def check_thresholds(t1, t2) -> tuple[float, float]:
+    """t1 >= 1 means "all high": then t2 has no effect and may be anything."""
+    t1 = check_number("t1", t1, 0.0, unit=" (1 or more: every expert at high precision)")
+    t2 = check_number("t2", t2, 0.0, unit=" (1 or more: nothing is skipped)")
+    if t1 < 1 and t2 < t1:
+        raise ValueError(f"t2 must be at least t1, but t1 is {t1:g} and t2 is {t2:g}")
+    return t1, t2
+
+
+def check_policy(policy, weights) -> tuple[int, tuple[float, ...] | None]:
+    """(enum hobbit_policy, the four weights or None)."""
+    if not isinstance(policy, str):
+        raise TypeError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r} ({type(policy).__name__})")
+    if policy not in POLICIES:
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+    if weights is None:
+        return POLICIES.index(policy), None
+    if policy != "hobbit":
+        raise ValueError(f"policy_weights belong to policy 'hobbit' and have no effect on '{policy}': leave them out")
+    if isinstance(weights, (str, bytes, dict)) or not hasattr(weights, "__len__"):
+        raise TypeError(f"policy_weights must be four numbers (recency, frequency, high uses, layer distance), not {weights!r}")
+    if len(weights) != 4:
+        raise ValueError(f"policy_weights must be four numbers (recency, frequency, high uses, layer distance), not {len(weights)}")
+    w = tuple(check_number(f"policy_weights[{i}]", x.item() if hasattr(x, "item") else x, 0.0) for i, x in enumerate(weights))
+    if sum(w) == 0:
+        raise ValueError("policy_weights must not all be 0")
+    return POLICIES.index(policy), w
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much memory the experts get. kind: "bytes", "fraction", "min" or "auto"."""
+    kind: str
+    bytes: int = 0
+    fraction: float = 0.0
+
+
+BUDGET_FORMS = "bytes as int, or text such as '8GiB', '8 GB', '512MiB', '25%' (of all experts at high precision), 'min' or 'auto'"
+
+
+def parse_budget(x) -> Budget:
+    """The cache_bytes argument."""
+    if isinstance(x, str):
+        text = x.strip().lower()
+        if text in ("auto", "min"):
+            return Budget(text)
+        if text.endswith("%"):
+            try:
+                percent = float(text[:-1])
+            except ValueError:
+                percent = math.nan
+            if not 0 < percent <= 100:
+                raise ValueError(f"cache_bytes is {x!r}: a share must be more than 0 and at most 100 %")
+            return Budget("fraction", fraction=percent / 100)
+        try:
+            x = parse_bytes(x)
+        except ValueError:
+            raise ValueError(f"cache_bytes is {x!r}: give {BUDGET_FORMS}") from None
+    elif _is_bool(x) or not isinstance(x, numbers.Integral):
+        raise TypeError(f"cache_bytes is {x!r} ({type(x).__name__}): give {BUDGET_FORMS}")
+    if not 0 <= x < 2**63:
+        raise ValueError(f"cache_bytes must be from 0 to {2**63 - 1}, not {x}")
+    return Budget("bytes", bytes=int(x))
+
+
+class Settings:
+    """Checked settings; what is not given, or None, is the default. Attributes as in DEFAULTS, and:
+
+    given          the arguments that were given, as they were
+    budget         Budget
+    policy_number  enum hobbit_policy
+    """
+
+    def __init__(self, **given):
+        self.given = {k: v for k, v in given.items() if v is not None}
+        use = {**DEFAULTS, **self.given}
+        self.t1, self.t2 = check_thresholds(use["t1"], use["t2"])
+        self.budget = parse_budget(use["cache_bytes"])
+        self.cache_bytes = use["cache_bytes"]
+        self.policy = use["policy"]
+        self.policy_number, self.policy_weights = check_policy(use["policy"], use["policy_weights"])
+        self.low_fraction = check_number("low_fraction", use["low_fraction"], 0.0, 1.0)
+        self.n_io_threads = check_int("n_io_threads", use["n_io_threads"], 1, 64)
+        self.direct_io = check_bool("direct_io", use["direct_io"])
+        self.force_miss = check_bool("force_miss", use["force_miss"])
+
+    def fill(self, params, auto_bytes: int = 0) -> None:
+        """Write everything into a hobbit_params; auto_bytes is what "auto" came to."""
+        params.t1, params.t2 = self.t1, self.t2
+        params.policy = self.policy_number
+        if self.policy_weights is not None:
+            params.policy_weights[:] = self.policy_weights
+        params.budget_kind = {"bytes": 0, "auto": 1, "fraction": 2, "min": 3}[self.budget.kind]
+        params.cache_bytes = auto_bytes if self.budget.kind == "auto" else self.budget.bytes
+        params.cache_fraction = self.budget.fraction
+        params.low_fraction = self.low_fraction
+        params.n_io_threads = self.n_io_threads
+        params.direct_io = self.direct_io
+        params.force_miss = self.force_miss

@@ -1,0 +1,23 @@
+"""Shared fixtures; keep small."""
+
+import os
+import pathlib
+
+import pytest
+
+REPO = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repo():
+    """The checkout that the tests are in."""
+    return REPO
+
+
+@pytest.fixture(scope="session")
+def shared_dir():
+    """Material that is not in the repository: HOBBIT_SHARED, or a folder `shared` beside the checkout."""
+    path = pathlib.Path(os.environ.get("HOBBIT_SHARED") or REPO.parent / "shared")
+    if not path.is_dir():
+        pytest.skip(f"no shared material: {path} does not exist (set HOBBIT_SHARED)")
+    return path

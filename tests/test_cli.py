@@ -1,0 +1,237 @@
+"""The command hobbit, as a user runs it."""
+
+import os
+import pathlib
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hobbit_cpp import __version__
+from hobbit_cpp.cli import main
+from hobbit_cpp.convert import convert
+
+DATA = pathlib.Path(__file__).resolve().parent.parent / "hobbit_cpp" / "data"
+SOURCE = DATA / "books-8x2-small-q8_0.gguf"
+HOBBIT = [sys.executable, "-m", "hobbit_cpp"]
+
+
+@pytest.fixture(scope="module")
+def dual(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cli") / "small.gguf"
+    convert(SOURCE, path, "keep", "q2_k", threads=1)
+    return path
+
+
+@pytest.fixture
+def hobbit(capfd):
+    """Call the command in this process: (status, stdout, stderr)."""
+    def call(*argv):
+        try:
+            status = main([str(a) for a in argv])
+        except SystemExit as end:
+            status = end.code
+        out, err = capfd.readouterr()
+        assert "Traceback" not in err
+        return status, out, err
+    return call
+
+
+# --- usage ------------------------------------------------------------------------------------
+
+
+def test_help_and_version(hobbit):
+    status, out, _ = hobbit("--help")
+    assert status == 0 and all(f"    {c} " in out for c in ("run", "convert", "info", "demo", "bench"))
+    assert hobbit("--version")[:2] == (0, f"hobbit-cpp {__version__}\n")
+    for command in ("run", "convert", "info", "demo", "bench"):
+        status, out, _ = hobbit(command, "--help")
+        assert status == 0 and out.startswith("usage:")
+
+
+@pytest.mark.parametrize("argv", [(), ("walk",), ("run",), ("run", "m", "--t1", "x"), ("run", "m", "--nonsense"), ("run", "m", "--raw", "--chat"),
+                                  ("run", "m", "--policy", "best"), ("bench",), ("convert",)])
+def test_wrong_usage(hobbit, argv):
+    status, out, err = hobbit(*argv)
+    assert status == 2 and out == "" and "usage:" in err
+
+
+# --- run --------------------------------------------------------------------------------------
+
+
+def test_run(hobbit, dual):
+    argv = ("run", dual, "-p", "Once upon a time", "-n", 20, "--threads", 1, "--seed", 3, "--cache", "30%")
+    status, out, err = hobbit(*argv)
+    assert status == 0 and len(out.strip()) > 20
+    assert re.fullmatch(r"\[prompt \d+ tokens, [\d.]+ tok/s; reply 19 tokens, [\d.]+ tok/s; hits [\d.]+ %; [\d.]+ \w+ read per token; "
+                        r"experts [\d.]+ MiB of budget 2.9 MiB; peak memory [\d.]+ MiB\]\n", err)
+    assert hobbit(*argv)[1] == out  # the seed decides
+    status, _, err = hobbit(*argv, "--stats", "--t1", 0.3, "--t2", 0.5, "--policy", "lru", "--no-direct-io", "--io-threads", 2)
+    assert status == 0 and "T1 0.3, T2 0.5, policy lru, 2 buffered reads" in err
+    assert re.search(r"^  all +\d+ ", err, re.M) and re.search(r"^    5 +5 ", err, re.M)
+
+
+def test_run_an_ordinary_file(hobbit):
+    status, out, err = hobbit("run", SOURCE, "-p", "Once", "-n", 4, "--threads", 1, "--temp", 0, "--stats")
+    assert status == 0 and out.strip() and "hits" not in err and "no experts are offloaded" in err
+
+
+def test_prompt_from_a_file(hobbit, dual, tmp_path):
+    (tmp_path / "p.txt").write_text("Once upon a time", encoding="utf-8")
+    a = hobbit("run", dual, "-f", tmp_path / "p.txt", "-n", 5, "--threads", 1, "--temp", 0)
+    b = hobbit("run", dual, "-p", "Once upon a time", "-n", 5, "--threads", 1, "--temp", 0)
+    assert a[0] == 0 and a[1] == b[1]
+
+
+@pytest.mark.parametrize("argv, message", [
+    (("nothing.gguf", "-p", "x"), "nothing.gguf does not exist"),
+    (("{dual}", "-p", "x", "--cache", "1"), r"need \d+ bytes"),
+    (("{dual}", "-p", "x", "--cache", "lots"), "cache_bytes is 'lots'"),
+    (("{dual}", "-p", "x", "--t1", "0.9", "--t2", "0.5"), "t1 is 0.9 and t2 is 0.5"),
+    (("{dual}", "-p", "x", "--t1", "nan"), "t1 must be"),
+    (("{dual}", "-p", "x", "-n", "0"), "--tokens must be at least 1"),
+    (("{dual}", "-p", "x", "--ctx", "0"), "--ctx must be at least 1"),
+    (("{dual}", "-p", "x", "--threads", "0"), "--threads must be at least 1"),
+    (("{dual}", "-p", "x", "--chat"), "has no chat template"),
+    (("{dual}", "-p", "word " * 400, "--ctx", "32"), "exceed context window of 256"),
+    (("{dual}", "-f", "nothing.txt"), "nothing.txt: No such file"),
+    (("{dual}", "-p", "\udcff"), "not valid UTF-8"),
+    (("{source}", "-p", "x", "--cache", "1GiB"), "is an ordinary GGUF"),
+])
+def test_run_errors(hobbit, dual, argv, message):
+    status, out, err = hobbit("run", *(a.format(dual=dual, source=SOURCE) for a in argv))
+    assert status == 1 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and re.search(message, err)
+
+
+def test_libraries_that_are_missing(tmp_path):
+    env = {**os.environ, "LLAMA_CPP_LIB_PATH": str(tmp_path)}
+    done = subprocess.run([*HOBBIT, "run", "x.gguf", "-p", "x"], capture_output=True, text=True, env=env)
+    assert done.returncode == 1 and done.stderr.startswith("error: hobbit_cpp: LLAMA_CPP_LIB_PATH") and done.stderr.count("\n") == 1
+
+
+def test_reader_of_the_pipe_goes_away(dual):
+    p = subprocess.Popen([*HOBBIT, "run", str(dual), "-p", "Once", "-n", "200", "--threads", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    p.stdout.read(5)
+    p.stdout.close()
+    assert p.stderr.read() == b"" and p.wait(30) == 0
+    p.stderr.close()
+
+
+def test_interrupt(dual):
+    p = subprocess.Popen([*HOBBIT, "run", str(dual), "-p", "Once", "-n", "500", "--threads", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    p.stdout.read(5)
+    p.send_signal(signal.SIGINT)
+    _, err = p.communicate(timeout=30)
+    assert p.returncode == 130 and err.decode().strip() == "interrupted"
+
+
+# --- conversation -----------------------------------------------------------------------------
+
+
+def test_conversation_from_a_pipe(dual):
+    done = subprocess.run([*HOBBIT, "run", str(dual), "-n", "6", "--threads", "1"], input="Hello\n\nAnd then\n", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.count("\n") >= 2 and done.stderr.count("[prompt") == 2
+
+
+def test_conversation_that_fills_the_context(dual):
+    done = subprocess.run([*HOBBIT, "run", str(dual), "-n", "30", "--ctx", "64", "--threads", "1"], input="Hello there my friend\n" * 12, capture_output=True,
+                          text=True, timeout=60)
+    assert done.returncode == 0 and "the context of" in done.stderr and "starting afresh" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pty")
+def test_conversation_on_a_terminal(dual):
+    import pty
+
+    ours, theirs = pty.openpty()
+    p = subprocess.Popen([*HOBBIT, "run", str(dual), "-n", "100", "--threads", "1"], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    seen = ""
+
+    def until(pattern):
+        nonlocal seen
+        while not (found := re.search(pattern, seen, re.S)):
+            assert select.select([ours], [], [], 10)[0], f"{pattern!r} does not come after {seen!r}"
+            try:
+                seen += os.read(ours, 4096).decode("utf-8", "replace")
+            except OSError:
+                raise AssertionError(seen) from None
+        seen = seen[found.end():]
+
+    until(r"no chat template.*> ")
+    os.write(ours, b"Once upon a time\n")
+    until(r"Once upon a time\r\n\S* ?\S")
+    os.kill(p.pid, signal.SIGINT)  # stops the reply
+    until(r"> ")
+    time.sleep(0.5)  # readline misses a signal that comes between its prompt and its wait
+    os.kill(p.pid, signal.SIGINT)  # and does nothing here
+    until(r"> ")
+    os.write(ours, b"The end\n")
+    until(r"\[prompt .*> ")
+    os.write(ours, b"\x04")
+    assert p.wait(30) == 0
+    os.close(ours)
+
+
+def test_chat_template(hobbit, dual, tmp_path):
+    """A model with a template chats in it; --raw continues the text."""
+    from gguf_tools.reader import Reader
+    from gguf_tools.writer import StreamWriter
+
+    path = tmp_path / "chatty.gguf"
+    with Reader(SOURCE) as r, StreamWriter(path, None) as w:
+        w.copy_metadata(r)
+        w.add("tokenizer.chat_template", "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:")
+        for t in r.tensors.values():
+            w.add_tensor(t.name, t.shape, t.type)
+        w.begin_data()
+        for t in r.tensors.values():
+            w.write(t.name, 0, r.read(t, 0, t.nbytes))
+    argv = ("run", path, "-p", "Hello", "-n", 8, "--temp", 0, "--threads", 1)
+    chat, raw = hobbit(*argv, "--chat"), hobbit(*argv, "--raw")
+    assert chat[0] == raw[0] == 0 and chat[1] != raw[1]
+    assert hobbit(*argv)[1] == chat[1]
+
+
+# --- the others -------------------------------------------------------------------------------
+
+
+def test_convert_and_info(hobbit, tmp_path):
+    out = tmp_path / "small.gguf"
+    status, text, _ = hobbit("convert", SOURCE, "-o", out, "--low", "q4_0", "--threads", 1)
+    assert status == 0 and out.exists() and "q4_0" in text
+    status, text, _ = hobbit("info", out)
+    assert status == 0 and "a pair" in text
+    status, _, err = hobbit("convert", tmp_path / "nothing.gguf", "-o", tmp_path / "x.gguf")
+    assert status == 1 and err.startswith("error: ")
+    assert hobbit("info", tmp_path / "nothing.gguf")[0] == 1
+
+
+def test_bench(hobbit, dual):
+    status, out, _ = hobbit("bench", dual, "--against", SOURCE, "--repeat", 1, "--prompt-tokens", 16, "-n", 4, "--threads", 1, "--cache", "30%")
+    lines = out.splitlines()
+    assert status == 0 and len(lines) == 3 and "decode tok/s" in lines[0]
+    assert lines[1].startswith(str(dual)) and "MiB" in lines[1] and lines[2].split()[4:6] == ["-", "-"]
+    status, out, err = hobbit("bench", dual, "--repeat", 1, "--cache", "1")
+    assert status == 1 and out == "" and re.match(r"error: .*need \d+ bytes", err)
+    assert hobbit("bench", dual, "--repeat", 0)[0] == 1
+
+
+def test_demo():
+    started = time.monotonic()
+    done = subprocess.run([*HOBBIT, "demo", "--threads", "1"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert time.monotonic() - started < 60
+    number = {name: [float(x) for x in re.search(rf"{name} +([\d.]+) \S* +([\d.]+)", done.stdout).groups()] for name in
+              ("memory for experts: budget", "memory for experts: used", "experts served at high", "experts served at low", "read per token")}
+    assert all(used <= budget for used, budget in zip(number["memory for experts: used"], number["memory for experts: budget"]))
+    assert number["experts served at high"][1] == 100 and 0 < number["experts served at low"][0] < 100
+    assert number["read per token"][0] < number["read per token"][1]
+    mixed, full = map(float, re.search(r"perplexity +([\d.]+) +([\d.]+)", done.stdout).groups())
+    assert 10 < full <= mixed < 1.1 * full
+    assert "Traceback" not in done.stdout and max(map(len, done.stdout.splitlines())) < 400
