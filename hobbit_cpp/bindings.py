@@ -29,6 +29,16 @@ HOBBIT_POLICY_LFU = 1
 HOBBIT_POLICY_HOBBIT = 2
 HOBBIT_POLICY_LCU = 3
 
+# enum hobbit_miss
+HOBBIT_MISS_FETCH = 0
+HOBBIT_MISS_CPU = 1
+HOBBIT_MISS_AUTO = 2
+
+# enum hobbit_host_copies
+HOBBIT_HOST_OFF = 0
+HOBBIT_HOST_ON = 1
+HOBBIT_HOST_AUTO = 2
+
 # enum hobbit_budget
 HOBBIT_BUDGET_BYTES = 0
 HOBBIT_BUDGET_AT_LEAST = 1
@@ -61,6 +71,8 @@ class hobbit_params(ctypes.Structure):
         ("low_fraction", c_float),
         ("direct_io", c_int32),
         ("force_miss", c_int32),
+        ("miss", c_int32),
+        ("host_copies", c_int32),
         ("reserved", c_int32),
     ]
 
@@ -80,7 +92,10 @@ class hobbit_info(ctypes.Structure):
         ("n_expert", c_int32),
         ("n_expert_used", c_int32),
         ("direct_io", c_int32),
-        ("reserved", c_int32),
+        ("miss", c_int32),
+        ("host_bytes", c_uint64),
+        ("link_speed", c_double),
+        ("cpu_speed", c_double),
     ]
 
 
@@ -114,6 +129,8 @@ class hobbit_stats(ctypes.Structure):
         ("hits_low", c_uint64),
         ("misses_high", c_uint64),
         ("misses_low", c_uint64),
+        ("cpu_high", c_uint64),
+        ("cpu_low", c_uint64),
         ("skips", c_uint64),
         ("upgrades", c_uint64),
         ("loads_high", c_uint64),
@@ -123,6 +140,7 @@ class hobbit_stats(ctypes.Structure):
         ("prefetch_hits", c_uint64),
         ("bytes_read", c_uint64),
         ("bytes_prefetch", c_uint64),
+        ("bytes_cpu", c_uint64),
         ("wait_us", c_int64),
         ("plan_us", c_int64),
         ("compute_us", c_int64),

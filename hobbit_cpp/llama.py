@@ -23,7 +23,7 @@ from . import _load, _log, stats
 from ._hooks import Hooks
 from ._parts import Closed, Context, Generation
 from .errors import HobbitError
-from .settings import POLICIES, Settings, check_int, check_policy, check_thresholds
+from .settings import MISS, POLICIES, Settings, check_int, check_policy, check_thresholds
 
 __all__ = ["HobbitError", "Llama"]
 
@@ -49,6 +49,11 @@ class Llama(llama_cpp.Llama):
         n_io_threads: Reads in flight, 1 to 64, default 4.
         direct_io: Read past the page cache where the file system can, default True.
         force_miss: Load every expert anew each time, to measure the worst case. Default False.
+        host_copies: Hold both copies of all experts in host memory, pinned where a GPU takes them from there:
+            True, False, or "auto" (default), where the slots are on a GPU and the memory is there.
+        miss: Who serves a miss when all copies are in host memory: "fetch" brings it into a slot, "cpu" lets the
+            CPU compute it, "auto" (default) divides a layer's misses by the measured speeds. Without host
+            copies every miss is fetched.
 
     For a dual GGUF use_mmap is False unless given: what stays resident then lies in memory that the page
     cache cannot push out.
@@ -60,7 +65,7 @@ class Llama(llama_cpp.Llama):
     """
 
     def __init__(self, model_path, *, t1=None, t2=None, cache_bytes=None, policy=None, policy_weights=None, low_fraction=None,
-                 n_io_threads=None, direct_io=None, force_miss=None, **kwargs):
+                 n_io_threads=None, direct_io=None, force_miss=None, host_copies=None, miss=None, **kwargs):
         self._stack = contextlib.ExitStack()  # close() works on an object that got no further
         self._engine = None
         self._hooks = None
@@ -69,7 +74,8 @@ class Llama(llama_cpp.Llama):
         self._is_closed = False
         _load.check_keywords(kwargs)
         self._settings = Settings(t1=t1, t2=t2, cache_bytes=cache_bytes, policy=policy, policy_weights=policy_weights,
-                                  low_fraction=low_fraction, n_io_threads=n_io_threads, direct_io=direct_io, force_miss=force_miss)
+                                  low_fraction=low_fraction, n_io_threads=n_io_threads, direct_io=direct_io, force_miss=force_miss,
+                                  host_copies=host_copies, miss=miss)
         path = _load.check_path(model_path)
         if kwargs.get("lora_path") is not None:
             kwargs["lora_path"] = os.fsdecode(kwargs["lora_path"])
@@ -322,6 +328,7 @@ class Llama(llama_cpp.Llama):
                 "policy_weights": [_plain(w) for w in p.policy_weights] if POLICIES[p.policy] == "hobbit" else None,
                 "low_fraction": _plain(p.low_fraction), "n_io_threads": p.n_io_threads, "direct_io": bool(info.direct_io),
                 "force_miss": bool(p.force_miss), "cache_bytes": self._settings.cache_bytes,
+                "miss": MISS[info.miss], "host_copies": info.host_bytes > 0,
             },
             "budget": {k: v for k, v in _dict(info).items() if k.endswith("_bytes")},
             "groups": groups,

@@ -24,7 +24,11 @@ DEFAULTS = {
     "n_io_threads": 4,
     "direct_io": True,
     "force_miss": False,
+    "miss": "auto",
+    "host_copies": "auto",
 }
+
+MISS = ("fetch", "cpu", "auto")  # the index is enum hobbit_miss
 
 
 def _is_bool(x) -> bool:
@@ -141,6 +145,14 @@ class Settings:
         self.n_io_threads = check_int("n_io_threads", use["n_io_threads"], 1, 64)
         self.direct_io = check_bool("direct_io", use["direct_io"])
         self.force_miss = check_bool("force_miss", use["force_miss"])
+        self.miss = use["miss"]
+        if self.miss not in MISS:
+            raise ValueError(f"miss must be one of {', '.join(MISS)}, not {self.miss!r}")
+        self.host_copies = use["host_copies"]
+        if self.host_copies != "auto":
+            check_bool("host_copies", self.host_copies)  # or "auto"
+        if self.miss == "cpu" and self.host_copies is False:
+            raise ValueError("miss='cpu' computes from copies in host memory: leave host_copies out, or give True")
 
     def fill(self, params, auto_bytes: int = 0) -> None:
         """Write everything into a hobbit_params; auto_bytes is what "auto" came to."""
@@ -155,3 +167,5 @@ class Settings:
         params.n_io_threads = self.n_io_threads
         params.direct_io = self.direct_io
         params.force_miss = self.force_miss
+        params.miss = MISS.index(self.miss)
+        params.host_copies = 2 if self.host_copies == "auto" else int(self.host_copies)

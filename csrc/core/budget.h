@@ -16,6 +16,12 @@ struct budget {
     uint64_t records = 0;
     uint64_t high    = 0; // all experts at high precision
     uint64_t low     = 0;
+
+    // how misses are served
+    int      miss       = HOBBIT_MISS_FETCH;
+    uint64_t host       = 0;   // bytes of copies in host memory
+    double   link_speed = 0.0; // bytes/s
+    double   cpu_speed  = 0.0;
 };
 
 // Largest number of low copies that one token can need: rank 0 is always high.

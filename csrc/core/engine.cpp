@@ -44,7 +44,8 @@ int engine::waves(int layer, int n_tokens, int n_used) const {
     const int half     = std::max(1, slots / 2);
     const int needed   = distinct <= slots ? 1 : (distinct + half - 1) / half;
     const int wished   = n_tokens >= BULK_TOKENS ? BULK_WAVES : distinct * g.expert_bytes(COPY_HIGH) >= PIPELINE_BYTES ? PIPELINE_WAVES : 1;
-    return std::max(needed, std::min(wished, distinct));
+    // what the CPU computes starts when wave 0 has been handed out: that one must not wait for loads
+    return std::max(has_cpu_part(n_tokens) ? std::max(needed, 2) : needed, std::min(wished, distinct));
 }
 
 void engine::begin_graph() {
@@ -117,6 +118,13 @@ void engine::route(const route_request & req, int wave, const route_result & out
                 load_next_layer();
             }
         }
+        if (wave + 1 == n_waves_ && error_.empty()) {
+            for (const expert_plan & p : plans_) {
+                if (p.cpu && pool_of(layer_, p.copy).has_free()) {
+                    prefetch(layer_, p.expert, p.copy);
+                }
+            }
+        }
         stats_[layer_].plan_us += now_us() - t0;
     }
     if (wave == 0 && hooks.prefetch && error_.empty()) {
@@ -146,6 +154,9 @@ void engine::plan(const route_request & req) {
     clock_++;
     select(req);
     look_up();
+    if (has_cpu_part(n_tokens_)) {
+        share_with_cpu();
+    }
     divide_into_waves();
     count(req);
 }
@@ -247,6 +258,32 @@ void engine::look_up() {
     }
 }
 
+// Who serves each miss: the largest first, each by the one that would be done with it sooner (longest
+// processing time first). A miss that the CPU computes takes no slot; it is also brought into one while slots
+// are free, so that the cache fills.
+void engine::share_with_cpu() {
+    const group_layout & g = layout_.groups[layout_.layers[layer_].group];
+    std::vector<expert_plan *> misses;
+    for (expert_plan & p : plans_) {
+        if (p.miss) {
+            misses.push_back(&p);
+        }
+    }
+    std::stable_sort(misses.begin(), misses.end(), [](const expert_plan * a, const expert_plan * b) { return a->copy < b->copy; });
+    double link_s = 0.0;
+    double cpu_s  = 0.0;
+    for (expert_plan * p : misses) {
+        const double bytes = (double) g.expert_bytes(p->copy);
+        const double by_link = link_s + bytes / budget_.link_speed;
+        const double by_cpu  = cpu_s + bytes / budget_.cpu_speed;
+        p->cpu = budget_.miss == HOBBIT_MISS_CPU || by_cpu <= by_link;
+        (p->cpu ? cpu_s : link_s) = p->cpu ? by_cpu : by_link;
+        if (p->cpu) {
+            stats_[layer_].bytes_cpu += g.expert_bytes(p->copy);
+        }
+    }
+}
+
 // Hits are all in wave 0, and misses stay out of it if the other waves can take them: hits compute while
 // they load. Misses are spread evenly, high copies first, so that the smallest loads come last and least
 // is left to compute when the last byte is there. Low ones beyond what the low pool can hold in turn are
@@ -255,7 +292,7 @@ void engine::divide_into_waves() {
     int hits[N_COPIES]   = { 0, 0 };
     int misses[N_COPIES] = { 0, 0 };
     for (const expert_plan & p : plans_) {
-        if (p.copy >= 0) {
+        if (p.copy >= 0 && !p.cpu) {
             (p.miss ? misses : hits)[p.copy]++;
         }
     }
@@ -267,19 +304,19 @@ void engine::divide_into_waves() {
     }
     int surplus = misses[COPY_LOW] - std::accumulate(room[COPY_LOW].begin(), room[COPY_LOW].end(), 0);
     for (auto p = plans_.rbegin(); p != plans_.rend() && surplus > 0; ++p) {
-        if (p->miss && p->copy == COPY_LOW) {
+        if (p->miss && !p->cpu && p->copy == COPY_LOW) {
             p->copy = COPY_HIGH;
             misses[COPY_LOW]--;
             misses[COPY_HIGH]++;
             surplus--;
         }
     }
-    const int first  = n_waves_ > 1 && hits[COPY_HIGH] + hits[COPY_LOW] > 0 ? 1 : 0;
+    const int first  = n_waves_ > 1 && (hits[COPY_HIGH] + hits[COPY_LOW] > 0 || has_cpu_part(n_tokens_)) ? 1 : 0;
     const int target = (misses[COPY_HIGH] + misses[COPY_LOW] + n_waves_ - first - 1) / (n_waves_ - first);
     std::vector<int> count(n_waves_, 0);
     for (int c = 0; c < N_COPIES; ++c) {
         for (expert_plan & p : plans_) {
-            if (!p.miss || p.copy != c) {
+            if (!p.miss || p.cpu || p.copy != c) {
                 continue;
             }
             // evenly; else wherever there is room, wave 0 last
@@ -311,6 +348,8 @@ void engine::count(const route_request & req) {
             st.skips++;
         } else if (p.miss) {
             (p.copy == COPY_HIGH ? st.misses_high : st.misses_low)++;
+            st.cpu_high += p.cpu && p.copy == COPY_HIGH;
+            st.cpu_low  += p.cpu && p.copy == COPY_LOW;
         } else {
             (p.copy == COPY_HIGH ? st.hits_high : st.hits_low)++;
             st.upgrades += (p.copy == COPY_HIGH ? HOBBIT_HIGH : HOBBIT_LOW) > wanted_[i];
@@ -364,7 +403,7 @@ bool engine::issue(int wave, bool must) {
     hobbit_stats & st = stats_[layer_];
     bool ok = true;
     for (expert_plan & p : plans_) {
-        if (!p.miss || p.wave != wave || p.slot >= 0) {
+        if (!p.miss || p.cpu || p.wave != wave || p.slot >= 0) {
             continue;
         }
         pool & pl = pool_of(layer_, p.copy);
@@ -440,10 +479,13 @@ void engine::fill(int wave, const route_result & out) {
     const bool failed = !error_.empty();
     for (size_t i = 0; i < experts_.size(); ++i) {
         const expert_plan & p = plans_[plan_of_[experts_[i]]];
-        const bool here = !failed && p.copy >= 0 && p.wave == wave;
+        const bool here = !failed && p.copy >= 0 && !p.cpu && p.wave == wave;
         out.high[i] = here && p.copy == COPY_HIGH ? p.slot : -1;
         out.low[i]  = here && p.copy == COPY_LOW ? p.slot : -1;
         out.kept[i] = !failed && p.copy >= 0 ? experts_[i] : -1;
+        for (int c = 0; c < N_COPIES && out.cpu[c]; ++c) {
+            out.cpu[c][i] = !failed && p.cpu && p.copy == c ? experts_[i] : -1;
+        }
     }
 }
 

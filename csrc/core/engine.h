@@ -39,6 +39,7 @@ struct route_result {
     int32_t * high; // [n_tokens][n_used]
     int32_t * low;
     int32_t * kept; // expert, -1 if skipped; filled in by wave 0 for the whole layer
+    int32_t * cpu[N_COPIES]; // expert that the CPU computes, -1 if it does not; filled in by wave 0 for the whole layer; may be null
 };
 
 class engine {
@@ -49,6 +50,9 @@ class engine {
 
     // Waves that a batch of this size is computed in; the same for every call with these arguments.
     int waves(int layer, int n_tokens, int n_used) const;
+
+    // Does a batch of this size have a part that the CPU computes?
+    bool has_cpu_part(int n_tokens) const { return budget_.miss != HOBBIT_MISS_FETCH && n_tokens <= CPU_TOKENS; }
 
     // The computing thread owns the engine from begin_graph() to end_graph(); other contexts wait.
     void begin_graph();
@@ -85,11 +89,16 @@ class engine {
         int     wave = 0;
         bool    miss = false;
         int     pins = 0;
+        bool    cpu  = false; // a miss that the CPU computes: has no slot
     };
+
+    // Batches above this are fetched: the CPU's products grow with the tokens, the fetches do not.
+    static constexpr int CPU_TOKENS = 8;
 
     void plan(const route_request & req);
     void select(const route_request & req);
     void look_up();
+    void share_with_cpu();
     void divide_into_waves();
     void count(const route_request & req);
     bool issue(int wave, bool must);

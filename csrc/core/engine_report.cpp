@@ -45,6 +45,10 @@ hobbit_info engine::info() {
     i.n_layers      = (int32_t) layout_.layers.size();
     i.n_groups      = (int32_t) layout_.groups.size();
     i.direct_io     = files_->direct();
+    i.miss          = budget_.miss;
+    i.host_bytes    = budget_.host;
+    i.link_speed    = budget_.link_speed;
+    i.cpu_speed     = budget_.cpu_speed;
     for (const group_layout & g : layout_.groups) {
         i.n_expert      = std::max(i.n_expert, g.n_expert);
         i.n_expert_used = std::max(i.n_expert_used, g.n_used);
@@ -93,6 +97,8 @@ hobbit_stats engine::stats() {
         sum.hits_low       += s.hits_low;
         sum.misses_high    += s.misses_high;
         sum.misses_low     += s.misses_low;
+        sum.cpu_high       += s.cpu_high;
+        sum.cpu_low        += s.cpu_low;
         sum.skips          += s.skips;
         sum.upgrades       += s.upgrades;
         sum.loads_high     += s.loads_high;
@@ -102,6 +108,7 @@ hobbit_stats engine::stats() {
         sum.prefetch_hits  += s.prefetch_hits;
         sum.bytes_read     += s.bytes_read;
         sum.bytes_prefetch += s.bytes_prefetch;
+        sum.bytes_cpu      += s.bytes_cpu;
         sum.wait_us        += s.wait_us;
         sum.plan_us        += s.plan_us;
     }

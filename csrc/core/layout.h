@@ -26,11 +26,16 @@ constexpr size_t IO_ALIGN = 4096;
 // on-demand load never waits longer for a prefetch than one piece a thread takes.
 constexpr size_t IO_CHUNK = 2u << 20;
 
-// Where one projection of a layer lies: expert e is [offset + e*bytes, offset + (e+1)*bytes) of file.
+// The same for copies from host memory: links are slow with small pieces.
+constexpr size_t LINK_CHUNK = 16u << 20;
+
+// Where one projection of a layer lies: expert e is [offset + e*bytes, offset + (e+1)*bytes) of file, and
+// [e*bytes, (e+1)*bytes) of host where all copies are held in host memory.
 struct slab {
-    int      file   = -1;
-    uint64_t offset = 0;
-    uint64_t bytes  = 0; // one expert
+    int             file   = -1;
+    uint64_t        offset = 0;
+    uint64_t        bytes  = 0; // one expert
+    const uint8_t * host   = nullptr;
 };
 
 struct layer_layout {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <exception>
 #include <iterator>
 
@@ -37,9 +38,11 @@ void loader::submit(load_priority priority, const std::vector<load_request> & lo
             const slab & s = r.layer->src[r.copy][p];
             const load_part part = p + 1 < r.group->n_proj ? PART_EARLY : PART_LATE;
             bank & to = r.group->banks[r.copy][p];
-            for (uint64_t at = 0; at < s.bytes; at += max_piece_) {
-                pieces[part].push_back({ s.file, s.offset + r.expert * s.bytes + at, (size_t) std::min<uint64_t>(max_piece_, s.bytes - at),
-                                         &to, r.slot * to.stride + (size_t) at, part, r.state });
+            const uint64_t first = r.expert * s.bytes;
+            const uint64_t step  = s.host ? LINK_CHUNK : max_piece_;
+            for (uint64_t at = 0; at < s.bytes; at += step) {
+                pieces[part].push_back({ s.host ? s.host + first + at : nullptr, s.file, s.offset + first + at,
+                                         (size_t) std::min<uint64_t>(step, s.bytes - at), &to, r.slot * to.stride + (size_t) at, part, r.state });
                 pending[part]++;
             }
         }
@@ -118,7 +121,11 @@ void loader::run() {
         std::string err;
         if (!piece.state->failed.load(std::memory_order_relaxed)) {
             try {
-                if (piece.to->base) {
+                if (piece.host && piece.to->base) {
+                    memcpy(piece.to->base + piece.to_offset, piece.host, piece.n);
+                } else if (piece.host) {
+                    piece.to->write(piece.to_offset, piece.host, piece.n);
+                } else if (piece.to->base) {
                     err = files_.read(piece.file, piece.offset, piece.n, piece.to->base + piece.to_offset, scratch.data());
                 } else {
                     if (!landing) {

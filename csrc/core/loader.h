@@ -34,6 +34,7 @@ struct load_state {
 };
 
 struct load_piece {
+    const uint8_t * host; // or null: read from the file
     int        file;
     uint64_t   offset;
     size_t     n;

@@ -30,6 +30,7 @@ class pool {
     int n_slots() const { return (int) slots_.size(); }
     int n_resident() const { return n_resident_; }
     int n_streamed() const { return n_streamed_; }
+    bool has_free() const { return !free_.empty(); }
 
     slot &       at(int s)       { return slots_[s]; }
     const slot & at(int s) const { return slots_[s]; }

@@ -45,6 +45,20 @@ enum hobbit_policy {
     HOBBIT_POLICY_LCU    = 3, // least cost of use
 };
 
+// Where a missed expert is computed, for a model on a GPU whose copies are held in host memory.
+enum hobbit_miss {
+    HOBBIT_MISS_FETCH = 0, // brought into a slot
+    HOBBIT_MISS_CPU   = 1, // computed by the CPU from host memory
+    HOBBIT_MISS_AUTO  = 2, // divided so that link and CPU finish together
+};
+
+// Are all copies held in host memory (pinned, where there is a GPU)?
+enum hobbit_host_copies {
+    HOBBIT_HOST_OFF  = 0, // no: read from the files
+    HOBBIT_HOST_ON   = 1,
+    HOBBIT_HOST_AUTO = 2, // where the slots are on a GPU and the copies fit in free memory
+};
+
 // How the memory budget is given.
 enum hobbit_budget {
     HOBBIT_BUDGET_BYTES    = 0, // exactly cache_bytes; refused below the floor
@@ -65,6 +79,8 @@ struct hobbit_params {
     float    low_fraction;      // share of the budget for slots of low copies, 0..1; never less than the floor's
     int32_t  direct_io;         // 1: bypass the page cache where the file system allows; 0: buffered reads
     int32_t  force_miss;        // 1: treat every request as a miss (for measuring the worst case)
+    int32_t  miss;              // enum hobbit_miss
+    int32_t  host_copies;       // enum hobbit_host_copies
     int32_t  reserved;
 };
 
@@ -82,7 +98,10 @@ struct hobbit_info {
     int32_t  n_expert;        // largest number of experts in a layer
     int32_t  n_expert_used;   // largest number of experts used per token
     int32_t  direct_io;       // 1 where the page cache is really bypassed
-    int32_t  reserved;
+    int32_t  miss;            // enum hobbit_miss in force
+    uint64_t host_bytes;      // copies held in host memory
+    double   link_speed;      // bytes/s from host memory to the slots, measured at load; 0: not measured
+    double   cpu_speed;       // bytes/s at which the CPU reads experts; 0: not measured
 };
 
 struct hobbit_group_info {
@@ -113,6 +132,8 @@ struct hobbit_stats {
     uint64_t hits_low;
     uint64_t misses_high;  // served by a high copy that was loaded for it
     uint64_t misses_low;
+    uint64_t cpu_high;     // of the misses: computed by the CPU from the high copy
+    uint64_t cpu_low;
     uint64_t skips;        // not served
     uint64_t upgrades;     // of the hits: served by a better copy than wanted
     uint64_t loads_high;   // experts loaded on demand
@@ -120,8 +141,9 @@ struct hobbit_stats {
     uint64_t evictions;
     uint64_t prefetches;   // experts loaded ahead by hobbit_prefetch()
     uint64_t prefetch_hits;// of those, requested while still resident (counted once each)
-    uint64_t bytes_read;   // from the file, all reasons
+    uint64_t bytes_read;   // into slots, all reasons
     uint64_t bytes_prefetch;
+    uint64_t bytes_cpu;    // of experts that the CPU computed
     int64_t  wait_us;      // computing thread waiting for loads
     int64_t  plan_us;      // computing thread planning
     int64_t  compute_us;   // graph time without the two above (whole model only)

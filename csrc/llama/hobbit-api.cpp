@@ -70,6 +70,15 @@ std::string check(const hobbit_params & p) {
     if (p.n_io_threads < 1 || p.n_io_threads > 64) {
         return "n_io_threads is " + std::to_string(p.n_io_threads) + ": it must be 1 to 64";
     }
+    if (p.miss < HOBBIT_MISS_FETCH || p.miss > HOBBIT_MISS_AUTO) {
+        return "miss is " + std::to_string(p.miss) + ": known are 0 (fetch), 1 (cpu), 2 (auto)";
+    }
+    if (p.host_copies < HOBBIT_HOST_OFF || p.host_copies > HOBBIT_HOST_AUTO) {
+        return "host_copies is " + std::to_string(p.host_copies) + ": known are 0 (off), 1 (on), 2 (auto)";
+    }
+    if (p.miss == HOBBIT_MISS_CPU && p.host_copies == HOBBIT_HOST_OFF) {
+        return "miss is cpu, but host_copies is off: the CPU computes from copies in host memory";
+    }
     if (p.budget_kind < HOBBIT_BUDGET_BYTES || p.budget_kind > HOBBIT_BUDGET_MIN) {
         return "budget_kind is " + std::to_string(p.budget_kind) + ": known are 0 to 3";
     }
@@ -113,6 +122,8 @@ void hobbit_default_params(struct hobbit_params * p) {
     p->cache_fraction = 0.25;
     p->n_io_threads   = 4;
     p->direct_io      = 1;
+    p->miss           = HOBBIT_MISS_AUTO;
+    p->host_copies    = HOBBIT_HOST_AUTO;
 }
 
 int hobbit_check_params(const struct hobbit_params * p) {

@@ -85,7 +85,15 @@ void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
         in.fresh    = false;
     }
     int32_t * out = (int32_t *) dst->data;
-    node.engine->route(req, node.wave, { out, out + n, out + 2 * n });
+    node.engine->route(req, node.wave, { out, out + n, out + 2 * n, { out + 3 * n, out + 4 * n } });
+}
+
+// The layer's input, for the CPU's part: copied with the router's choice, before the device is given more work.
+void compute_input(ggml_tensor * dst, int ith, int nth, void *) {
+    const size_t n = ggml_nbytes(dst);
+    const size_t begin = n * ith / nth;
+    const size_t end   = n * (ith + 1) / nth;
+    memcpy((char *) dst->data + begin, (const char *) dst->src[0]->data + begin, end - begin);
 }
 
 void compute_late(ggml_tensor * dst, int ith, int, void * userdata) {
@@ -116,6 +124,7 @@ hobbit_moe::hobbit_moe(const llm_graph_context & g, const ggml_tensor * exps, gg
     }
     layer_   = h_->find(exps).layer;
     n_waves_ = h_->engine->waves(layer_, (int) ids->ne[1], (int) ids->ne[0]);
+    has_cpu_ = h_->engine->has_cpu_part((int) ids->ne[1]);
     for (const auto & i : g.res->inputs) {
         if (auto * found = dynamic_cast<hobbit_graph_input *>(i.get())) {
             input_ = found;
@@ -127,30 +136,42 @@ hobbit_moe::hobbit_moe(const llm_graph_context & g, const ggml_tensor * exps, gg
     }
 }
 
-void hobbit_moe::begin_wave(int wave) {
-    wave_ = wave;
+ggml_tensor * hobbit_moe::begin_pass(int pass, ggml_tensor * x) {
     if (!h_) {
-        return;
+        return x;
     }
+    last_   = pass + 1 == n_passes();
+    on_cpu_ = has_cpu_ && pass == 1;
+    if (on_cpu_) {
+        return cpu_x_;
+    }
+    wave_ = has_cpu_ && pass > 1 ? pass - 1 : pass;
+
     ggml_context * ctx = g_.ctx0;
-    input_->nodes.push_back({ h_->engine.get(), input_, layer_, wave, n_waves_ });
+    input_->nodes.push_back({ h_->engine.get(), input_, layer_, wave_, n_waves_ });
     auto * node = &input_->nodes.back();
 
     ggml_tensor * args[2] = { ids_, weights_ };
-    if (wave > 0) {
+    if (wave_ > 0) {
         // after the rows of the wave before: its slots are free then
         args[0] = route0_;
         args[1] = ggml_view_1d(ctx, out_, 1, 0);
     } else if (!ggml_is_contiguous(weights_)) {
         args[1] = ggml_cont(ctx, weights_);
     }
-    route_ = ggml_custom_4d(ctx, GGML_TYPE_I32, ids_->ne[0], ids_->ne[1], 3, 1, args, 2, compute_route, 1, node);
+    route_ = ggml_custom_4d(ctx, GGML_TYPE_I32, ids_->ne[0], ids_->ne[1], 5, 1, args, 2, compute_route, 1, node);
     late_  = ggml_custom_4d(ctx, GGML_TYPE_I32, ids_->ne[0], ids_->ne[1], 2, 1, &route_, 1, compute_late, 1, node);
-    if (wave == 0) {
-        route0_ = route_;
-    }
     // plan before anything else of the layer
     ggml_build_forward_expand(g_.gf, route_);
+    if (wave_ == 0) {
+        route0_ = route_;
+        if (has_cpu_) {
+            ggml_tensor * from = ggml_is_contiguous(x) ? x : ggml_cont(ctx, x);
+            cpu_x_ = ggml_custom_4d(ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], 1, &from, 1, compute_input, GGML_N_TASKS_MAX, nullptr);
+            ggml_build_forward_expand(g_.gf, cpu_x_);
+        }
+    }
+    return x;
 }
 
 ggml_tensor * hobbit_moe::mul_mat_id(const ggml_tensor * w, ggml_tensor * x, ggml_tensor * scale) {
@@ -159,17 +180,17 @@ ggml_tensor * hobbit_moe::mul_mat_id(const ggml_tensor * w, ggml_tensor * x, ggm
     const int group = h_->engine->layout().layers[layer_].group;
     const bool down = proj + 1 == h_->engine->layout().groups[group].n_proj;
 
-    ggml_tensor * ids = down ? late_ : route_;
-    ggml_tensor * y   = down ? out_ : nullptr;
+    ggml_tensor * ids = on_cpu_ ? route0_ : down ? late_ : route_;
+    ggml_tensor * y   = down && !on_cpu_ ? out_ : nullptr;
     if (down) {
         ggml_build_forward_expand(g_.gf, x); // gate and up compute while down still loads
     }
     for (int c = 0; c < hob::N_COPIES; ++c) {
-        ggml_tensor * bank = h_->banks[group].tensor[c][proj];
+        ggml_tensor * bank = on_cpu_ ? h_->host[layer_].tensor[c][proj] : h_->banks[group].tensor[c][proj];
         if (!bank) {
             continue;
         }
-        ggml_tensor * plane = ggml_view_2d(ctx, ids, ids->ne[0], ids->ne[1], ids->nb[1], c * ids->nb[2]);
+        ggml_tensor * plane = ggml_view_2d(ctx, ids, ids->ne[0], ids->ne[1], ids->nb[1], (on_cpu_ ? 3 + c : c) * ids->nb[2]);
         ggml_tensor * r = ggml_mul_mat_id(ctx, bank, x, plane);
         ggml_mul_mat_id_set_skip(r, y);
         if (g_.prec_policy) {
@@ -184,10 +205,13 @@ ggml_tensor * hobbit_moe::mul_mat_id(const ggml_tensor * w, ggml_tensor * x, ggm
         y = r;
     }
     if (down) {
-        out_ = y;
+        (on_cpu_ ? cpu_out_ : out_) = y;
         ggml_build_forward_expand(g_.gf, y);
-        if (wave_ + 1 < n_waves_) {
+        if (!last_) {
             return y;
+        }
+        if (has_cpu_) {
+            y = ggml_add(ctx, out_, cpu_out_);
         }
     }
     if (scale) {

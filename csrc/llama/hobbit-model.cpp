@@ -4,6 +4,8 @@
 #include "llama-impl.h"
 #include "llama-model.h"
 
+#include "hobbit-host.h"
+
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -184,6 +186,17 @@ void hobbit_start(hobbit & h, const llama_model & model) {
     if (!err.empty()) {
         throw std::runtime_error(err);
     }
+    auto files = hob::open_files(layout.files, h.params.direct_io != 0);
+    ggml_backend_dev_t device = nullptr; // of the slots, if not the CPU
+    for (ggml_backend_buffer_type_t buft : bufts) {
+        ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
+        if (dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
+            device = dev;
+        }
+    }
+    if (hobbit_wants_host_copies(h, b, device)) {
+        hobbit_load_host_copies(h, layout, b, *files, device);
+    }
 
     h.bank_ctx.reset(ggml_init({ ggml_tensor_overhead() * layout.groups.size() * hob::N_COPIES * hob::MAX_PROJ, nullptr, /*.no_alloc =*/ true }));
     for (size_t gi = 0; gi < layout.groups.size(); ++gi) {
@@ -234,12 +247,14 @@ void hobbit_start(hobbit & h, const llama_model & model) {
                 if (host) {
                     bank.base = (uint8_t *) t->data;
                 } else {
-                    bank.write = [t](size_t offset, const void * data, size_t n) { ggml_backend_tensor_set(t, data, offset, n); };
+                    bank.write = hobbit_uploader(t);
                 }
             }
         }
     }
-    auto files = hob::open_files(layout.files, h.params.direct_io != 0);
+    if (!h.host.empty() && (device || h.params.miss == HOBBIT_MISS_CPU)) {
+        hobbit_measure_speeds(h, layout, b);
+    }
     h.engine = std::make_unique<hob::engine>(std::move(layout), h.params, b, std::move(files));
 
     const hobbit_info info = h.engine->info();
@@ -252,13 +267,13 @@ size_t hobbit_extra_nodes(const hobbit * h, uint32_t n_tokens) {
     if (!h || !h->engine) {
         return 0;
     }
-    // a wave: route, late, their views (4), products (2 a projection), the activation between them
+    // a wave, or the CPU's part: route, late, their views (4), products (2 a projection), the activation between them
     constexpr size_t NODES_PER_WAVE = 32;
     size_t n = 0;
     for (size_t l = 0; l < h->engine->layout().layers.size(); ++l) {
         const auto & layer = h->engine->layout().layers[l];
         // a warm-up run uses all experts at once
-        n += NODES_PER_WAVE * std::max(h->engine->waves((int) l, (int) n_tokens, layer.n_used), h->engine->waves((int) l, 1, layer.n_expert));
+        n += NODES_PER_WAVE * (1 + std::max(h->engine->waves((int) l, (int) n_tokens, layer.n_used), h->engine->waves((int) l, 1, layer.n_expert)));
     }
     return n;
 }

@@ -37,6 +37,13 @@ struct hobbit {
     };
     std::vector<group_banks> banks; // [group]
     ggml_context_ptr bank_ctx;
+
+    // all copies in host memory, [n_in, n_out, n_expert]; empty: they are read from the files
+    struct host_copies {
+        ggml_tensor * tensor[hob::N_COPIES][hob::MAX_PROJ] = {};
+    };
+    std::vector<host_copies> host; // [layer]
+    ggml_context_ptr host_ctx;
     std::vector<ggml_backend_buffer_ptr> bank_bufs;
     std::unique_ptr<hob::engine> engine; // freed first: its threads write into the banks
 

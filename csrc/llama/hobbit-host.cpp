@@ -1,0 +1,188 @@
+#include "hobbit-host.h"
+
+#include "loader.h"
+
+#include "ggml-backend.h"
+#include "llama-impl.h"
+
+#include <algorithm>
+#include <atomic>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+
+namespace {
+
+// What the machine can still give, in bytes; 0: unknown.
+uint64_t available_memory() {
+    std::ifstream f("/proc/meminfo");
+    std::string key, unit;
+    uint64_t kib;
+    while (f >> key >> kib >> unit) {
+        if (key == "MemAvailable:") {
+            return kib * 1024;
+        }
+    }
+    return 0;
+}
+
+constexpr uint64_t HOST_RESERVE = 2ull << 30; // left to the rest of the system
+
+} // namespace
+
+bool hobbit_wants_host_copies(const hobbit & h, const hob::budget & b, ggml_backend_dev_t device) {
+    const uint64_t need = b.high + b.low;
+    const uint64_t have = available_memory();
+    const bool fits = have == 0 || need + HOST_RESERVE <= have;
+    if (h.params.host_copies == HOBBIT_HOST_ON && !fits) {
+        throw std::runtime_error("host_copies: both copies of all experts need " + std::to_string(need) + " bytes and " + std::to_string(HOST_RESERVE) +
+                                 " for the rest, but only " + std::to_string(have) + " are available: leave them on storage (host_copies off)");
+    }
+    return h.params.host_copies == HOBBIT_HOST_ON || (h.params.host_copies == HOBBIT_HOST_AUTO && device && fits);
+}
+
+void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget & b, hob::storage & files, ggml_backend_dev_t device) {
+    ggml_backend_buffer_type_t buft = device ? ggml_backend_dev_host_buffer_type(device) : nullptr;
+    if (!buft) {
+        buft = ggml_backend_cpu_buffer_type();
+    }
+    const size_t n_tensors = layout.layers.size() * hob::N_COPIES * hob::MAX_PROJ;
+    h.host_ctx.reset(ggml_init({ ggml_tensor_overhead() * n_tensors, nullptr, /*.no_alloc =*/ true }));
+
+    struct part { const hob::slab * from; uint8_t * to; uint64_t at; size_t n; };
+    std::vector<part> parts;
+    for (size_t l = 0; l < layout.layers.size(); ++l) {
+        hob::layer_layout & layer = layout.layers[l];
+        const hobbit_sidecar_layer & sl = h.sidecar.layers[l];
+        h.host.emplace_back();
+        for (int c = 0; c < hob::N_COPIES; ++c) {
+            size_t total = hob::IO_ALIGN;
+            const auto pad = [](size_t x) { return (x + hob::IO_ALIGN - 1) / hob::IO_ALIGN * hob::IO_ALIGN; };
+            for (int p = 0; p < sl.n_proj; ++p) {
+                const hobbit_expert_tensor & t = h.sidecar.tensors[sl.tensors[p]];
+                ggml_tensor * x = ggml_new_tensor(h.host_ctx.get(), t.type[c], 3, t.ne);
+                ggml_format_name(x, "hobbit.host.%zu.%d.%d", l, c, p);
+                h.host.back().tensor[c][p] = x;
+                total += pad(ggml_nbytes(x));
+            }
+            ggml_backend_buffer_t buf = ggml_backend_buft_alloc_buffer(buft, total);
+            if (!buf) {
+                throw std::runtime_error("out of memory: " + std::to_string(total) + " bytes of host memory for the copies of one layer's experts");
+            }
+            h.bank_bufs.emplace_back(buf);
+            ggml_backend_buffer_set_usage(buf, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+            uint8_t * at = (uint8_t *) pad((size_t) ggml_backend_buffer_get_base(buf));
+            for (int p = 0; p < sl.n_proj; ++p) {
+                ggml_tensor * x = h.host.back().tensor[c][p];
+                ggml_backend_tensor_alloc(buf, x, at);
+                hob::slab & s = layer.src[c][p];
+                s.host = at;
+                b.host += ggml_nbytes(x);
+                for (uint64_t o = 0; o < ggml_nbytes(x); o += hob::IO_CHUNK) {
+                    parts.push_back({ &s, at + o, o, (size_t) std::min<uint64_t>(hob::IO_CHUNK, ggml_nbytes(x) - o) });
+                }
+                at += pad(ggml_nbytes(x));
+            }
+        }
+    }
+
+    const int64_t t0 = hob::now_us();
+    std::atomic<size_t> next{ 0 };
+    std::mutex mutex;
+    std::string error;
+    std::vector<std::thread> threads;
+    for (int i = 0; i < std::max<int>(8, h.params.n_io_threads); ++i) {
+        threads.emplace_back([&] {
+            hob::aligned_buffer scratch(hob::storage::scratch_bytes(hob::IO_CHUNK));
+            for (size_t k = next++; k < parts.size(); k = next++) {
+                const part & x = parts[k];
+                const std::string err = files.read(x.from->file, x.from->offset + x.at, x.n, x.to, scratch.data());
+                if (!err.empty()) {
+                    std::lock_guard<std::mutex> lock(mutex);
+                    error = err;
+                    next = parts.size();
+                }
+            }
+        });
+    }
+    for (std::thread & t : threads) {
+        t.join();
+    }
+    if (!error.empty()) {
+        throw std::runtime_error(error);
+    }
+    const double s = (hob::now_us() - t0) / 1e6;
+    LLAMA_LOG_INFO("%s: %.1f MiB of expert copies read into %s in %.1f s\n", __func__, b.host / 1048576.0, ggml_backend_buft_name(buft), s);
+}
+
+std::function<void(size_t, const void *, size_t)> hobbit_uploader(ggml_tensor * bank) {
+    ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(bank->buffer));
+    ggml_backend_dev_props props;
+    ggml_backend_dev_get_props(dev, &props);
+    if (!props.caps.async) {
+        return [bank](size_t offset, const void * data, size_t n) { ggml_backend_tensor_set(bank, data, offset, n); };
+    }
+    return [bank, dev](size_t offset, const void * data, size_t n) {
+        // freed when the thread ends, which is before the banks go
+        static thread_local std::map<ggml_backend_dev_t, ggml_backend_ptr> streams;
+        ggml_backend_ptr & stream = streams[dev];
+        if (!stream) {
+            stream.reset(ggml_backend_dev_init(dev, nullptr));
+        }
+        ggml_backend_tensor_set_async(stream.get(), bank, data, offset, n);
+        ggml_backend_synchronize(stream.get());
+    };
+}
+
+void hobbit_measure_speeds(hobbit & h, const hob::model_layout & layout, hob::budget & b) {
+    // link: the first bank's slots, written from several threads as the loader does
+    const hob::layer_layout & l = layout.layers[0];
+    const hob::group_layout & g = layout.groups[l.group];
+    const hob::bank & bank = g.banks[hob::COPY_HIGH][0];
+    const hob::slab & slab = l.src[hob::COPY_HIGH][0];
+    const auto run = [&](int n_threads, double seconds, const std::function<size_t(int)> & step) {
+        std::atomic<uint64_t> bytes{ 0 };
+        std::vector<std::thread> threads;
+        const int64_t t0 = hob::now_us();
+        for (int i = 0; i < n_threads; ++i) {
+            threads.emplace_back([&, i] {
+                while (hob::now_us() - t0 < (int64_t) (seconds * 1e6)) {
+                    bytes += step(i);
+                }
+            });
+        }
+        for (std::thread & t : threads) {
+            t.join();
+        }
+        return (double) bytes / ((hob::now_us() - t0) / 1e6);
+    };
+    if (!bank.base) {
+        std::atomic<int> expert{ 0 };
+        b.link_speed = run(h.params.n_io_threads, 0.1, [&](int) {
+            const int e = expert++;
+            const size_t n = (size_t) std::min<uint64_t>(slab.bytes, hob::LINK_CHUNK);
+            bank.write((size_t) (e % g.n_slots[hob::COPY_HIGH]) * bank.stride, slab.host + (size_t) (e % l.n_expert) * slab.bytes, n);
+            return n;
+        });
+    }
+    // CPU: reading experts from memory bounds its products
+    std::atomic<uint64_t> sink{ 0 };
+    std::atomic<uint64_t> cursor{ 0 };
+    const uint64_t total = slab.bytes * l.n_expert;
+    b.cpu_speed = 0.75 * run(std::max(1u, std::thread::hardware_concurrency()), 0.1, [&](int) {
+        const size_t n = (size_t) std::min<uint64_t>(4 << 20, total);
+        const uint64_t at = (cursor += n) % (total - n + 1) / 8 * 8;
+        uint64_t sum = 0;
+        const uint64_t * x = (const uint64_t *) (slab.host + at);
+        for (size_t i = 0; i < n / 8; ++i) {
+            sum += x[i];
+        }
+        sink += sum;
+        return n;
+    });
+    b.miss = h.params.miss;
+    LLAMA_LOG_INFO("%s: link %.1f GB/s, CPU %.1f GB/s; misses: %s\n", __func__, b.link_speed / 1e9, b.cpu_speed / 1e9,
+        b.miss == HOBBIT_MISS_FETCH ? "fetch" : b.miss == HOBBIT_MISS_CPU ? "cpu" : "auto");
+}
