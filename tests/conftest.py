@@ -5,6 +5,10 @@ import pathlib
 
 import pytest
 
+# Before any library is loaded, and for the processes that tests start: threads that wait for each other sleep.
+# Spinning, two of them on a core that something else uses too take minutes for what takes a second.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 REPO = pathlib.Path(__file__).resolve().parent.parent
 
 
