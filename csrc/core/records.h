@@ -49,7 +49,7 @@ class records {
         return s.experts[offset_[layer] + expert];
     }
 
-    size_t bytes() const; // upper bound of what the records take
+    size_t bytes() const; // what they take at most, unless one ubatch has more than MAX_SEQUENCES
 
   private:
     std::vector<size_t> offset_; // [n_layers + 1]

@@ -139,7 +139,7 @@ struct hobbit_stats {
     uint64_t loads_high;   // experts loaded on demand
     uint64_t loads_low;
     uint64_t evictions;
-    uint64_t prefetches;   // experts loaded ahead by hobbit_prefetch()
+    uint64_t prefetches;   // experts loaded ahead: by hobbit_prefetch(), and of a prompt's next layer
     uint64_t prefetch_hits;// of those, requested while still resident (counted once each)
     uint64_t bytes_read;   // into slots, all reasons
     uint64_t bytes_prefetch;
