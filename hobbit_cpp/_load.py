@@ -24,6 +24,10 @@ BASE_ARGUMENTS = {
 }
 
 
+# Left free on each GPU besides KV cache and compute buffers: what its libraries take once they run.
+DEVICE_MARGIN = 768 * memory.MIB
+
+
 def check_keywords(given) -> None:
     """llama_cpp.Llama takes every keyword and drops those that it does not know."""
     for name in given:
@@ -100,12 +104,14 @@ def check_context(need: model_memory.Need, arguments: dict) -> None:
                          f"{memory.format_bytes(room)} are available; give a smaller n_ctx")
 
 
-def make_params(settings: Settings, path: str, need: model_memory.Need, n_used: int) -> b.hobbit_params:
+def make_params(settings: Settings, path: str, need: model_memory.Need, n_used: int, n_gpu_layers=None) -> b.hobbit_params:
     """The settings for the library, with "auto" worked out."""
     params = b.hobbit_params()
     b.hobbit_default_params(params)
     settings.fill(params)
-    if settings.budget.kind == "auto":
+    if settings.budget.kind == "auto" and n_gpu_layers and llama_cpp.llama_supports_gpu_offload():
+        settings.fill(params, need.kv_cache + need.compute + DEVICE_MARGIN, on_device=True)
+    elif settings.budget.kind == "auto":
         set_load_params(params)  # the floor depends on n_io_threads
         info = b.hobbit_info()
         try:

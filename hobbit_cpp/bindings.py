@@ -15,8 +15,8 @@ from llama_cpp._ctypes_extensions import ctypes_function_for_shared_library  # n
 
 ctypes_function = ctypes_function_for_shared_library(_lib)
 
-# #define HOBBIT_API_VERSION 1
-HOBBIT_API_VERSION = 1
+# #define HOBBIT_API_VERSION 2
+HOBBIT_API_VERSION = 2
 
 # enum hobbit_precision
 HOBBIT_SKIP = 0
@@ -34,16 +34,27 @@ HOBBIT_MISS_FETCH = 0
 HOBBIT_MISS_CPU = 1
 HOBBIT_MISS_AUTO = 2
 
+# enum hobbit_admit
+HOBBIT_ADMIT_NEVER = 0
+HOBBIT_ADMIT_FREE = 1
+HOBBIT_ADMIT_OFTEN = 2
+
 # enum hobbit_host_copies
 HOBBIT_HOST_OFF = 0
 HOBBIT_HOST_ON = 1
 HOBBIT_HOST_AUTO = 2
+
+# enum hobbit_preload
+HOBBIT_PRELOAD_OFF = 0
+HOBBIT_PRELOAD_ON = 1
+HOBBIT_PRELOAD_AUTO = 2
 
 # enum hobbit_budget
 HOBBIT_BUDGET_BYTES = 0
 HOBBIT_BUDGET_AT_LEAST = 1
 HOBBIT_BUDGET_FRACTION = 2
 HOBBIT_BUDGET_MIN = 3
+HOBBIT_BUDGET_DEVICE = 4
 
 # enum hobbit_event_kind
 HOBBIT_EVENT_HIT = 0
@@ -51,6 +62,7 @@ HOBBIT_EVENT_LOAD = 1
 HOBBIT_EVENT_EVICT = 2
 HOBBIT_EVENT_SKIP = 3
 HOBBIT_EVENT_PREFETCH = 4
+HOBBIT_EVENT_CPU = 5
 
 # struct hobbit *, struct llama_model *: opaque
 hobbit_p = c_void_p
@@ -73,7 +85,11 @@ class hobbit_params(ctypes.Structure):
         ("force_miss", c_int32),
         ("miss", c_int32),
         ("host_copies", c_int32),
+        ("admit", c_int32),
+        ("preload", c_int32),
         ("reserved", c_int32),
+        ("link_speed", c_double),
+        ("cpu_speed", c_double),
     ]
 
 
@@ -96,6 +112,8 @@ class hobbit_info(ctypes.Structure):
         ("host_bytes", c_uint64),
         ("link_speed", c_double),
         ("cpu_speed", c_double),
+        ("host_pinned", c_int32),
+        ("reserved", c_int32),
     ]
 
 
@@ -141,6 +159,7 @@ class hobbit_stats(ctypes.Structure):
         ("bytes_read", c_uint64),
         ("bytes_prefetch", c_uint64),
         ("bytes_cpu", c_uint64),
+        ("cpu_us", c_int64),
         ("wait_us", c_int64),
         ("plan_us", c_int64),
         ("compute_us", c_int64),

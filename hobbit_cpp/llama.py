@@ -54,6 +54,12 @@ class Llama(llama_cpp.Llama):
         miss: Who serves a miss when all copies are in host memory: "fetch" brings it into a slot, "cpu" lets the
             CPU compute it, "auto" (default) divides a layer's misses by the measured speeds. Without host
             copies every miss is fetched.
+        admit: Does an expert that the CPU computed also get a slot: "never", "free" (while slots are free), or "often"
+            (default), also where it is used more than twice as often as the expert it would push out.
+        preload: Read the experts into their slots at load where the slots of a group of layers hold them all. Those
+            layers then run as in llama.cpp, without a look at the routing, and all their requests count as wanted and
+            served at high precision. True, False, or "auto" (default): where the slots are on a GPU.
+        miss_speeds: (link, CPU) in bytes/s, to divide misses by instead of measured speeds.
 
     For a dual GGUF use_mmap is False unless given: what stays resident then lies in memory that the page
     cache cannot push out.
@@ -65,7 +71,8 @@ class Llama(llama_cpp.Llama):
     """
 
     def __init__(self, model_path, *, t1=None, t2=None, cache_bytes=None, policy=None, policy_weights=None, low_fraction=None,
-                 n_io_threads=None, direct_io=None, force_miss=None, host_copies=None, miss=None, **kwargs):
+                 n_io_threads=None, direct_io=None, force_miss=None, host_copies=None, miss=None, admit=None,
+                 preload=None, miss_speeds=None, **kwargs):
         self._stack = contextlib.ExitStack()  # close() works on an object that got no further
         self._engine = None
         self._hooks = None
@@ -75,7 +82,7 @@ class Llama(llama_cpp.Llama):
         _load.check_keywords(kwargs)
         self._settings = Settings(t1=t1, t2=t2, cache_bytes=cache_bytes, policy=policy, policy_weights=policy_weights,
                                   low_fraction=low_fraction, n_io_threads=n_io_threads, direct_io=direct_io, force_miss=force_miss,
-                                  host_copies=host_copies, miss=miss)
+                                  host_copies=host_copies, miss=miss, admit=admit, preload=preload, miss_speeds=miss_speeds)
         path = _load.check_path(model_path)
         if kwargs.get("lora_path") is not None:
             kwargs["lora_path"] = os.fsdecode(kwargs["lora_path"])
@@ -92,7 +99,7 @@ class Llama(llama_cpp.Llama):
             need = _load.need_of(metadata, path, kwargs, n_used)
             _load.check_context(need, kwargs)
             if dual:
-                params = _load.make_params(self._settings, path, need, n_used)
+                params = _load.make_params(self._settings, path, need, n_used, kwargs.get("n_gpu_layers"))
         if dual:
             kwargs.setdefault("use_mmap", False)
         del metadata

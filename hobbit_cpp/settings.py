@@ -25,10 +25,14 @@ DEFAULTS = {
     "direct_io": True,
     "force_miss": False,
     "miss": "auto",
+    "miss_speeds": None,  # measured
+    "admit": "often",
+    "preload": "auto",
     "host_copies": "auto",
 }
 
 MISS = ("fetch", "cpu", "auto")  # the index is enum hobbit_miss
+ADMIT = ("never", "free", "often")  # the index is enum hobbit_admit
 
 
 def _is_bool(x) -> bool:
@@ -60,6 +64,12 @@ def check_bool(name: str, x) -> bool:
     return bool(x)
 
 
+def check_switch(name: str, x):
+    if x != "auto" and not _is_bool(x):
+        raise TypeError(f"{name} must be True, False or 'auto', not {x!r}")
+    return x
+
+
 def check_thresholds(t1, t2) -> tuple[float, float]:
     """t1 >= 1 means "all high": then t2 has no effect and may be anything."""
     t1 = check_number("t1", t1, 0.0, unit=" (1 or more: every expert at high precision)")
@@ -87,6 +97,15 @@ def check_policy(policy, weights) -> tuple[int, tuple[float, ...] | None]:
     if sum(w) == 0:
         raise ValueError("policy_weights must not all be 0")
     return POLICIES.index(policy), w
+
+
+def check_speeds(speeds) -> tuple[float, float]:
+    """(link, CPU) in bytes/s; (0, 0) where they are to be measured."""
+    if speeds is None:
+        return 0.0, 0.0
+    if isinstance(speeds, (str, bytes, dict)) or not hasattr(speeds, "__len__") or len(speeds) != 2:
+        raise TypeError(f"miss_speeds must be two numbers, of the link and of the CPU in bytes/s, not {speeds!r}")
+    return tuple(check_number(f"miss_speeds[{i}]", x, 1.0, unit=" bytes/s") for i, x in enumerate(speeds))
 
 
 @dataclass(frozen=True)
@@ -148,19 +167,23 @@ class Settings:
         self.miss = use["miss"]
         if self.miss not in MISS:
             raise ValueError(f"miss must be one of {', '.join(MISS)}, not {self.miss!r}")
-        self.host_copies = use["host_copies"]
-        if self.host_copies != "auto":
-            check_bool("host_copies", self.host_copies)  # or "auto"
+        self.admit = use["admit"]
+        if self.admit not in ADMIT:
+            raise ValueError(f"admit must be one of {', '.join(ADMIT)}, not {self.admit!r}")
+        self.miss_speeds = check_speeds(use["miss_speeds"])
+        self.host_copies = check_switch("host_copies", use["host_copies"])
+        self.preload = check_switch("preload", use["preload"])
         if self.miss == "cpu" and self.host_copies is False:
             raise ValueError("miss='cpu' computes from copies in host memory: leave host_copies out, or give True")
 
-    def fill(self, params, auto_bytes: int = 0) -> None:
-        """Write everything into a hobbit_params; auto_bytes is what "auto" came to."""
+    def fill(self, params, auto_bytes: int = 0, on_device: bool = False) -> None:
+        """Write everything into a hobbit_params; auto_bytes is what "auto" came to: a budget, or with on_device what
+        each device must keep for the rest."""
         params.t1, params.t2 = self.t1, self.t2
         params.policy = self.policy_number
         if self.policy_weights is not None:
             params.policy_weights[:] = self.policy_weights
-        params.budget_kind = {"bytes": 0, "auto": 1, "fraction": 2, "min": 3}[self.budget.kind]
+        params.budget_kind = {"bytes": 0, "auto": 4 if on_device else 1, "fraction": 2, "min": 3}[self.budget.kind]
         params.cache_bytes = auto_bytes if self.budget.kind == "auto" else self.budget.bytes
         params.cache_fraction = self.budget.fraction
         params.low_fraction = self.low_fraction
@@ -168,4 +191,7 @@ class Settings:
         params.direct_io = self.direct_io
         params.force_miss = self.force_miss
         params.miss = MISS.index(self.miss)
+        params.admit = ADMIT.index(self.admit)
+        params.link_speed, params.cpu_speed = self.miss_speeds
         params.host_copies = 2 if self.host_copies == "auto" else int(self.host_copies)
+        params.preload = 2 if self.preload == "auto" else int(self.preload)

@@ -26,6 +26,7 @@ std::string divide(model_layout & layout, const hobbit_params & params, budget &
         case HOBBIT_BUDGET_BYTES:    b.total = params.cache_bytes; break;
         case HOBBIT_BUDGET_AT_LEAST: b.total = std::max(params.cache_bytes, b.floor); break;
         case HOBBIT_BUDGET_FRACTION: b.total = (uint64_t) std::llround(params.cache_fraction * (double) b.high); break;
+        case HOBBIT_BUDGET_DEVICE:   break; // the caller knows the devices
         default:                     b.total = b.floor; break;
     }
     if (b.total < b.floor) {

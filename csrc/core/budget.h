@@ -20,6 +20,7 @@ struct budget {
     // how misses are served
     int      miss       = HOBBIT_MISS_FETCH;
     uint64_t host       = 0;   // bytes of copies in host memory
+    bool     host_pinned = false;
     double   link_speed = 0.0; // bytes/s
     double   cpu_speed  = 0.0;
 };
@@ -30,7 +31,7 @@ inline int low_floor(const group_layout & g) { return g.n_used > 1 ? g.n_used - 
 // Sizes and the floor of a layout; total stays 0. record_bytes: what the bookkeeping takes.
 budget measure(const model_layout & layout, const hobbit_params & params, uint64_t record_bytes);
 
-// Fill in n_slots of every group and the rest of b. Every group gets its floor (the experts of one
+// With HOBBIT_BUDGET_DEVICE, b.total is given. Fill in n_slots of every group and the rest of b. Every group gets its floor (the experts of one
 // token, all high; and all but rank 0 low); what is left is divided in proportion to the groups' bytes,
 // low_fraction of it for low copies. Returns "" or why the budget is refused.
 std::string divide(model_layout & layout, const hobbit_params & params, budget & b);

@@ -7,18 +7,19 @@
 
 namespace hob {
 
-// Ubatches of at least this many tokens are prompt processing: they want nearly every expert once.
-static constexpr int BULK_TOKENS = 32;
-
 // Waves of a batch whose experts would all fit at once: enough to load while computing. For a few tokens
 // that pays where their experts take longer to load than a wave's extra nodes to run.
 static constexpr int    BULK_WAVES     = 4;
 static constexpr int    PIPELINE_WAVES = 3;
 static constexpr size_t PIPELINE_BYTES = 8u << 20;
 
+// The same where a link brings them: hits in a wave of their own.
+static constexpr size_t HITS_FIRST_BYTES = 32u << 20;
+
 engine::engine(model_layout layout, const hobbit_params & params, const budget & b, std::unique_ptr<storage> files)
     : layout_(std::move(layout)), params_(params), budget_(b), files_(std::move(files)), records_(layout_),
       policy_(make_policy(params.policy)), stats_(layout_.layers.size()),
+      speeds_(b.link_speed, b.cpu_speed), whole_(layout_.groups.size(), false), waited_(layout_.groups.size(), 0),
       loader_(*files_, params.n_io_threads, layout_.piece_bytes()) {
     if (!policy_) {
         throw std::runtime_error("policy " + std::to_string(params.policy) + " is unknown");
@@ -42,10 +43,65 @@ int engine::waves(int layer, int n_tokens, int n_used) const {
     const int slots    = g.n_slots[COPY_HIGH];
     const int distinct = (int) std::min<int64_t>(l.n_expert, (int64_t) n_tokens * n_used);
     const int half     = std::max(1, slots / 2);
+    if (at_once(layer, n_tokens, n_used)) {
+        return g.expert_bytes(COPY_HIGH) >= HITS_FIRST_BYTES ? 2 : 1;
+    }
     const int needed   = distinct <= slots ? 1 : (distinct + half - 1) / half;
     const int wished   = n_tokens >= BULK_TOKENS ? BULK_WAVES : distinct * g.expert_bytes(COPY_HIGH) >= PIPELINE_BYTES ? PIPELINE_WAVES : 1;
     // what the CPU computes starts when wave 0 has been handed out: that one must not wait for loads
     return std::max(has_cpu_part(n_tokens) ? std::max(needed, 2) : needed, std::min(wished, distinct));
+}
+
+bool engine::at_once(int layer, int n_tokens, int n_used) const {
+    const layer_layout & l = layout_.layers[layer];
+    const group_layout & g = layout_.groups[l.group];
+    return g.has_link() && n_tokens <= CPU_TOKENS && std::min<int64_t>(l.n_expert, (int64_t) n_tokens * n_used) <= g.n_slots[COPY_HIGH];
+}
+
+void engine::fill_whole_groups() {
+    std::vector<std::string> errors;
+    for (size_t gi = 0; gi < layout_.groups.size(); ++gi) {
+        group_layout & g = layout_.groups[gi];
+        pool & pl = pools_[gi * N_COPIES + COPY_HIGH];
+        const bool wanted = params_.preload == HOBBIT_PRELOAD_ON || (params_.preload == HOBBIT_PRELOAD_AUTO && !g.banks[COPY_HIGH][0].base);
+        if (!wanted || params_.force_miss || pl.n_slots() < g.n_experts_total()) {
+            continue;
+        }
+        std::vector<load_request> loads;
+        for (const layer_layout & l : layout_.layers) {
+            for (int e = 0; l.group == (int) gi && e < l.n_expert; ++e) {
+                const int s = l.in_group * g.n_expert + e; // the place resident() promises
+                pl.assign(s, (int) (&l - layout_.layers.data()), e);
+                loads.push_back({ &l, &g, COPY_HIGH, e, s, &pl.at(s).load });
+            }
+        }
+        loader_.submit(PRIORITY_DEMAND, loads);
+        for (const load_request & r : loads) {
+            if (!loader_.wait(*r.state, PART_EARLY) || !loader_.wait(*r.state, PART_LATE)) {
+                throw std::runtime_error(loader_.error());
+            }
+        }
+        if (g.has_link()) {
+            g.banks[COPY_HIGH][0].link->wait(g.banks[COPY_HIGH][0].link->mark());
+        }
+        whole_[gi] = true;
+    }
+}
+
+bool engine::resident(int layer) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    return whole_[layout_.layers[layer].group] && !trace_.on() && !hooks_.select && !hooks_.prefetch && !hooks_.event;
+}
+
+// No choice is made where everything is there: all requests count as wanted and served at high precision.
+void engine::count_resident(int layer, int n_tokens, int n_used) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    hobbit_stats & st = stats_[layer];
+    const uint64_t n = (uint64_t) n_tokens * n_used;
+    st.tokens      += n_tokens;
+    st.requests    += n;
+    st.wanted_high += n;
+    st.hits_high   += n;
 }
 
 void engine::begin_graph() {
@@ -62,6 +118,12 @@ std::string engine::end_graph() {
     {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
         finish_step();
+        for (group_layout & g : layout_.groups) {
+            if (g.has_link()) { // nothing of a graph that failed may still be under way
+                g.banks[COPY_HIGH][0].link->wait(g.banks[COPY_HIGH][0].link->mark());
+            }
+        }
+        std::fill(waited_.begin(), waited_.end(), 0);
         graphs_++;
         graph_us_ += now_us() - graph_t0_;
         err = error_;
@@ -108,10 +170,14 @@ void engine::route(const route_request & req, int wave, const route_result & out
                 records_.begin(req.context, req.seq, req.pos, req.n_tokens);
             }
             plan(req);
-        } else {
+        } else if (!at_once_) {
             finish_wave(wave - 1);
         }
-        if (error_.empty() && issue(wave, true)) {
+        if (at_once_ && wave == 0 && error_.empty()) {
+            for (int w = 0; w < n_waves_; ++w) {
+                issue(w, true);
+            }
+        } else if (!at_once_ && error_.empty() && issue(wave, true)) {
             if (wave + 1 < n_waves_) {
                 issue(wave + 1, false);
             } else if (bulk_) {
@@ -119,11 +185,7 @@ void engine::route(const route_request & req, int wave, const route_result & out
             }
         }
         if (wave + 1 == n_waves_ && error_.empty()) {
-            for (const expert_plan & p : plans_) {
-                if (p.cpu && pool_of(layer_, p.copy).has_free()) {
-                    prefetch(layer_, p.expert, p.copy);
-                }
-            }
+            admit();
         }
         stats_[layer_].plan_us += now_us() - t0;
     }
@@ -132,7 +194,94 @@ void engine::route(const route_request & req, int wave, const route_result & out
     }
     wait(wave, PART_EARLY);
     std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (!at_once_) {
+        before(wave, req.compute);
+    }
     fill(wave, out);
+}
+
+// Compute waits for what the link brings for that wave, hits whose load was queued ahead included.
+void engine::before(int wave, void * compute) {
+    const int gi = layout_.layers[layer_].group;
+    if (!layout_.groups[gi].has_link()) {
+        return;
+    }
+    uint64_t ticket = 0;
+    for (const expert_plan & p : plans_) {
+        if (p.slot >= 0 && p.wave == wave) {
+            ticket = std::max(ticket, pool_of(layer_, p.copy).at(p.slot).load.ticket);
+        }
+    }
+    if (ticket > waited_[gi]) {
+        layout_.groups[gi].banks[COPY_HIGH][0].link->before(compute, ticket);
+        waited_[gi] = ticket;
+    }
+}
+
+void engine::arrive(int wave, void * compute) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    before(wave, compute);
+}
+
+void engine::cpu_begins() {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    cpu_us_ = now_us();
+}
+
+void engine::cpu_done() {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    const group_layout & g = layout_.groups[layout_.layers[layer_].group];
+    uint64_t ticket = 0;
+    uint64_t loaded = 0;
+    uint64_t computed = 0;
+    for (const expert_plan & p : plans_) {
+        if (p.load && p.slot >= 0) {
+            ticket  = std::max(ticket, pool_of(layer_, p.copy).at(p.slot).load.ticket);
+            loaded += part_bytes(p);
+        }
+        if (p.cpu) {
+            computed += g.expert_bytes(p.copy) - (p.load ? part_bytes(p) : 0);
+        }
+    }
+    const int64_t done = now_us();
+    int64_t arrived = done;
+    if (ticket > 0) {
+        g.banks[COPY_HIGH][0].link->wait(ticket);
+        arrived = now_us();
+    }
+    // a wait shorter than this is the question itself
+    const bool link_last = arrived - done > 5;
+    if (budget_.miss == HOBBIT_MISS_AUTO && !params_.link_speed) {
+        speeds_.observe(ticket ? (double) loaded : 0.0, (arrived - issued_us_) / 1e6, link_last, (double) computed, (done - cpu_us_) / 1e6);
+    }
+    stats_[layer_].cpu_us  += done - cpu_us_;
+    stats_[layer_].wait_us += arrived - done;
+}
+
+// Experts that the CPU computed get a slot, too, while slots are free (but one, which divided experts use), and
+// where they are used much more often than what they would push out.
+void engine::admit() {
+    const auto uses = [&](int layer, int expert) {
+        uint32_t n = 0;
+        for (const sequence_records * s : records_.active()) {
+            n += records_.at(*s, layer, expert).uses;
+        }
+        return n;
+    };
+    for (const expert_plan & p : plans_) {
+        if (!p.cpu || params_.admit == HOBBIT_ADMIT_NEVER || pool_of(layer_, COPY_HIGH).find(layer_, p.expert) >= 0) {
+            continue;
+        }
+        pool & pl = pool_of(layer_, p.copy);
+        if (pl.n_free() > 1) {
+            load_ahead(layer_, p.expert, p.copy, PRIORITY_PREFETCH, true);
+        } else if (params_.admit == HOBBIT_ADMIT_OFTEN && p.copy == COPY_HIGH) {
+            const int v = pl.weakest(*policy_, context_for(layout_.layers[layer_].group));
+            if (v >= 0 && uses(layer_, p.expert) >= 2 * uses(pl.at(v).layer, pl.at(v).expert) + 2) {
+                load_ahead(layer_, p.expert, p.copy, PRIORITY_PREFETCH, true);
+            }
+        }
+    }
 }
 
 void engine::wait_late(int wave, const int32_t * high_in, const int32_t * low_in, int32_t * high, int32_t * low, int n) {
@@ -142,218 +291,6 @@ void engine::wait_late(int wave, const int32_t * high_in, const int32_t * low_in
     } else {
         std::fill(high, high + n, -1);
         std::fill(low, low + n, -1);
-    }
-}
-
-void engine::plan(const route_request & req) {
-    layer_    = req.layer;
-    n_tokens_ = req.n_tokens;
-    n_used_   = req.n_used;
-    n_waves_  = req.n_waves;
-    bulk_     = req.n_tokens >= BULK_TOKENS;
-    clock_++;
-    select(req);
-    look_up();
-    if (has_cpu_part(n_tokens_)) {
-        share_with_cpu();
-    }
-    divide_into_waves();
-    count(req);
-}
-
-// The rule for every token; of the tokens that want an expert, the most demanding one decides.
-void engine::select(const route_request & req) {
-    const layer_layout & l = layout_.layers[layer_];
-    const size_t n = (size_t) n_tokens_ * n_used_;
-    experts_.assign(req.experts, req.experts + n);
-    weights_.resize(n);
-    wanted_.resize(n);
-    for (int32_t & e : experts_) {
-        if (e < 0 || e >= l.n_expert) {
-            fail("layer " + std::to_string(l.block) + ": the router chose expert " + std::to_string(e) + " of " + std::to_string(l.n_expert));
-            e = 0;
-        }
-    }
-    for (int t = 0; t < n_tokens_; ++t) {
-        const size_t at = (size_t) t * n_used_;
-        select_token(req.weights + at, n_used_, params_.t1, params_.t2, &weights_[at], &wanted_[at]);
-        if (trace_.on()) {
-            trace_.add(req.seq[t], req.pos[t], layer_, &experts_[at], &weights_[at], n_used_);
-        }
-    }
-    if (hooks_.select) {
-        hooks_.select(hooks_.user, layer_, n_tokens_, n_used_, experts_.data(), weights_.data(), wanted_.data());
-        for (int32_t & w : wanted_) {
-            w = std::min<int32_t>(std::max<int32_t>(w, HOBBIT_SKIP), HOBBIT_HIGH);
-        }
-    }
-    plan_of_.assign(l.n_expert, -1);
-    plans_.clear();
-    for (size_t i = 0; i < n; ++i) {
-        records_.use(layer_, (int) (i / n_used_), experts_[i], wanted_[i]);
-        int & p = plan_of_[experts_[i]];
-        if (p < 0) {
-            p = (int) plans_.size();
-            plans_.push_back({ experts_[i], wanted_[i] });
-        } else {
-            plans_[p].wanted = std::max(plans_[p].wanted, wanted_[i]);
-        }
-    }
-}
-
-// A resident copy at least as good as wanted serves as it is; a skip also takes a low one.
-void engine::look_up() {
-    if (params_.force_miss) {
-        for (const expert_plan & p : plans_) {
-            for (int c = 0; c < N_COPIES; ++c) {
-                pool & pl = pool_of(layer_, c);
-                const int s = pl.find(layer_, p.expert);
-                if (s >= 0) {
-                    loader_.wait_done(pl.at(s).load);
-                    pl.release(s);
-                }
-            }
-        }
-    }
-    for (expert_plan & p : plans_) {
-        for (int c = 0; c < N_COPIES && p.copy < 0; ++c) {
-            if (c == COPY_LOW && p.wanted == HOBBIT_HIGH) {
-                break;
-            }
-            pool & pl = pool_of(layer_, c);
-            const int s = pl.find(layer_, p.expert);
-            if (s < 0) {
-                continue;
-            }
-            slot & x = pl.at(s);
-            if (x.load.failed) {
-                loader_.wait_done(x.load);
-                pl.release(s); // a prefetch that came to nothing
-                continue;
-            }
-            if (!x.load.done()) {
-                loader_.promote(x.load);
-            }
-            p.copy = c;
-            p.slot = s;
-            p.pins = 1;
-            x.pins++;
-            x.last_clock = clock_;
-            x.last_pass  = pass_;
-            if (x.prefetched) {
-                x.prefetched = false;
-                stats_[layer_].prefetch_hits++;
-            }
-            if (!bulk_) {
-                pl.set_streamed(s, false);
-            }
-            event(HOBBIT_EVENT_HIT, layer_, p.expert, c, s);
-        }
-        if (p.copy < 0 && p.wanted != HOBBIT_SKIP) {
-            p.miss = true;
-            p.copy = p.wanted == HOBBIT_HIGH ? COPY_HIGH : COPY_LOW;
-        } else if (p.copy < 0) {
-            event(HOBBIT_EVENT_SKIP, layer_, p.expert, -1, -1);
-        }
-    }
-}
-
-// Who serves each miss: the largest first, each by the one that would be done with it sooner (longest
-// processing time first). A miss that the CPU computes takes no slot; it is also brought into one while slots
-// are free, so that the cache fills.
-void engine::share_with_cpu() {
-    const group_layout & g = layout_.groups[layout_.layers[layer_].group];
-    std::vector<expert_plan *> misses;
-    for (expert_plan & p : plans_) {
-        if (p.miss) {
-            misses.push_back(&p);
-        }
-    }
-    std::stable_sort(misses.begin(), misses.end(), [](const expert_plan * a, const expert_plan * b) { return a->copy < b->copy; });
-    double link_s = 0.0;
-    double cpu_s  = 0.0;
-    for (expert_plan * p : misses) {
-        const double bytes = (double) g.expert_bytes(p->copy);
-        const double by_link = link_s + bytes / budget_.link_speed;
-        const double by_cpu  = cpu_s + bytes / budget_.cpu_speed;
-        p->cpu = budget_.miss == HOBBIT_MISS_CPU || by_cpu <= by_link;
-        (p->cpu ? cpu_s : link_s) = p->cpu ? by_cpu : by_link;
-        if (p->cpu) {
-            stats_[layer_].bytes_cpu += g.expert_bytes(p->copy);
-        }
-    }
-}
-
-// Hits are all in wave 0, and misses stay out of it if the other waves can take them: hits compute while
-// they load. Misses are spread evenly, high copies first, so that the smallest loads come last and least
-// is left to compute when the last byte is there. Low ones beyond what the low pool can hold in turn are
-// fetched high instead.
-void engine::divide_into_waves() {
-    int hits[N_COPIES]   = { 0, 0 };
-    int misses[N_COPIES] = { 0, 0 };
-    for (const expert_plan & p : plans_) {
-        if (p.copy >= 0 && !p.cpu) {
-            (p.miss ? misses : hits)[p.copy]++;
-        }
-    }
-    std::vector<int> room[N_COPIES]; // left in each wave
-    for (int c = 0; c < N_COPIES; ++c) {
-        const int slots = pool_of(layer_, c).n_slots();
-        room[c].assign(n_waves_, n_waves_ == 1 ? slots : std::max(std::min(slots, 1), slots / 2));
-        room[c][0] = std::max(0, std::min(room[c][0], slots - hits[c]));
-    }
-    int surplus = misses[COPY_LOW] - std::accumulate(room[COPY_LOW].begin(), room[COPY_LOW].end(), 0);
-    for (auto p = plans_.rbegin(); p != plans_.rend() && surplus > 0; ++p) {
-        if (p->miss && !p->cpu && p->copy == COPY_LOW) {
-            p->copy = COPY_HIGH;
-            misses[COPY_LOW]--;
-            misses[COPY_HIGH]++;
-            surplus--;
-        }
-    }
-    const int first  = n_waves_ > 1 && (hits[COPY_HIGH] + hits[COPY_LOW] > 0 || has_cpu_part(n_tokens_)) ? 1 : 0;
-    const int target = (misses[COPY_HIGH] + misses[COPY_LOW] + n_waves_ - first - 1) / (n_waves_ - first);
-    std::vector<int> count(n_waves_, 0);
-    for (int c = 0; c < N_COPIES; ++c) {
-        for (expert_plan & p : plans_) {
-            if (!p.miss || p.cpu || p.copy != c) {
-                continue;
-            }
-            // evenly; else wherever there is room, wave 0 last
-            int w = first;
-            while (w < n_waves_ && (room[c][w] == 0 || count[w] >= target)) {
-                w++;
-            }
-            if (w == n_waves_) {
-                w = n_waves_ - 1;
-                while (w > 0 && room[c][w] == 0) {
-                    w--;
-                }
-            }
-            p.wave = w;
-            room[c][w]--;
-            count[w]++;
-        }
-    }
-}
-
-void engine::count(const route_request & req) {
-    hobbit_stats & st = stats_[layer_];
-    st.tokens   += req.n_tokens;
-    st.requests += wanted_.size();
-    for (size_t i = 0; i < wanted_.size(); ++i) {
-        const expert_plan & p = plans_[plan_of_[experts_[i]]];
-        (wanted_[i] == HOBBIT_HIGH ? st.wanted_high : wanted_[i] == HOBBIT_LOW ? st.wanted_low : st.wanted_skip)++;
-        if (p.copy < 0) {
-            st.skips++;
-        } else if (p.miss) {
-            (p.copy == COPY_HIGH ? st.misses_high : st.misses_low)++;
-            st.cpu_high += p.cpu && p.copy == COPY_HIGH;
-            st.cpu_low  += p.cpu && p.copy == COPY_LOW;
-        } else {
-            (p.copy == COPY_HIGH ? st.hits_high : st.hits_low)++;
-            st.upgrades += (p.copy == COPY_HIGH ? HOBBIT_HIGH : HOBBIT_LOW) > wanted_[i];
-        }
     }
 }
 
@@ -403,12 +340,12 @@ bool engine::issue(int wave, bool must) {
     hobbit_stats & st = stats_[layer_];
     bool ok = true;
     for (expert_plan & p : plans_) {
-        if (!p.miss || p.cpu || p.wave != wave || p.slot >= 0) {
+        if (!p.load || p.wave != wave || p.slot >= 0) {
             continue;
         }
         pool & pl = pool_of(layer_, p.copy);
         int s = pl.find(layer_, p.expert);
-        if (s >= 0 && !pl.at(s).load.failed) {
+        if (s >= 0 && !pl.at(s).load.failed && !p.cpu) {
             // loaded ahead since this layer was planned
             slot & x = pl.at(s);
             loader_.promote(x.load);
@@ -446,12 +383,17 @@ bool engine::issue(int wave, bool must) {
         p.slot = s;
         p.pins = 1;
         group_layout & g = layout_.groups[l.group];
-        loads.push_back({ &l, &g, p.copy, p.expert, s, &x.load });
-        (p.copy == COPY_HIGH ? st.loads_high : st.loads_low)++;
-        st.bytes_read += g.expert_bytes(p.copy);
-        event(HOBBIT_EVENT_LOAD, layer_, p.expert, p.copy, s);
+        loads.push_back({ &l, &g, p.copy, p.expert, s, &x.load, p.units });
+        st.bytes_read += part_bytes(p);
+        if (p.units == 0) {
+            (p.copy == COPY_HIGH ? st.loads_high : st.loads_low)++;
+            event(HOBBIT_EVENT_LOAD, layer_, p.expert, p.copy, s);
+        }
     }
-    loader_.submit(PRIORITY_DEMAND, loads);
+    if (!loads.empty()) {
+        issued_us_ = now_us();
+        loader_.submit(PRIORITY_DEMAND, loads);
+    }
     return ok;
 }
 
@@ -477,13 +419,21 @@ bool engine::wait(int wave, load_part part) {
 
 void engine::fill(int wave, const route_result & out) {
     const bool failed = !error_.empty();
+    const group_layout & g = layout_.groups[layout_.layers[layer_].group];
     for (size_t i = 0; i < experts_.size(); ++i) {
         const expert_plan & p = plans_[plan_of_[experts_[i]]];
-        const bool here = !failed && p.copy >= 0 && !p.cpu && p.wave == wave;
+        const bool here = !failed && p.slot >= 0 && p.wave == wave;
         out.high[i] = here && p.copy == COPY_HIGH ? p.slot : -1;
         out.low[i]  = here && p.copy == COPY_LOW ? p.slot : -1;
-        out.kept[i] = !failed && p.copy >= 0 ? experts_[i] : -1;
-        for (int c = 0; c < N_COPIES && out.cpu[c]; ++c) {
+        if (out.kept) {
+            out.kept[i] = !failed && p.copy >= 0 ? experts_[i] : -1;
+        }
+        if (!out.units) {
+            continue;
+        }
+        out.units[i] = p.units > 0 ? p.units : g.n_units;
+        out.tail[i]  = p.units * g.unit;
+        for (int c = 0; c < N_COPIES; ++c) {
             out.cpu[c][i] = !failed && p.cpu && p.copy == c ? experts_[i] : -1;
         }
     }
@@ -498,7 +448,7 @@ void engine::finish_wave(int wave) {
         slot & x  = pl.at(p.slot);
         x.pins--;
         p.pins = 0;
-        if (x.load.failed) {
+        if (x.load.failed || p.units > 0) { // the latter: only a part of the expert is there
             loader_.wait_done(x.load);
             pl.release(p.slot);
         }
@@ -524,7 +474,8 @@ void engine::load_next_layer() {
     int left = (n_expert + n_waves_ - 1) / n_waves_;
     for (int e = 0; e < n_expert && left > 0; ++e) {
         if (pool_of(next, COPY_HIGH).find(next, e) < 0) {
-            if (load_ahead(next, e, COPY_HIGH) != 1) {
+            const bool link = layout_.groups[layout_.layers[next].group].has_link();
+            if (load_ahead(next, e, COPY_HIGH, link ? PRIORITY_DEMAND : PRIORITY_PREFETCH) != 1) {
                 return;
             }
             left--;
@@ -540,11 +491,11 @@ int engine::prefetch(int layer, int expert, int copy) {
     if (records_.active().empty() || pool_of(layer, COPY_HIGH).find(layer, expert) >= 0 || pool_of(layer, copy).find(layer, expert) >= 0) {
         return 0;
     }
-    return load_ahead(layer, expert, copy);
+    return load_ahead(layer, expert, copy, PRIORITY_PREFETCH);
 }
 
 // 1: queued, 0: no slot to spare.
-int engine::load_ahead(int layer, int expert, int copy) {
+int engine::load_ahead(int layer, int expert, int copy, load_priority priority, bool same_layer) {
     // leave the slots that one token can need
     pool & pl = pool_of(layer, copy);
     group_layout & g = layout_.groups[layout_.layers[layer].group];
@@ -556,7 +507,7 @@ int engine::load_ahead(int layer, int expert, int copy) {
         return 0;
     }
     const int s = pl.victim(*policy_, context_for(layout_.layers[layer].group), window_is_full(pl));
-    if (s < 0 || pl.at(s).layer == layer) {
+    if (s < 0 || (!same_layer && pl.at(s).layer == layer)) {
         return 0; // one expert of that layer for another gains nothing
     }
     slot & x = pl.at(s);
@@ -574,7 +525,7 @@ int engine::load_ahead(int layer, int expert, int copy) {
     stats_[layer].bytes_read     += g.expert_bytes(copy);
     stats_[layer].bytes_prefetch += g.expert_bytes(copy);
     event(HOBBIT_EVENT_PREFETCH, layer, expert, copy, s);
-    loader_.submit(PRIORITY_PREFETCH, { { &layout_.layers[layer], &g, copy, expert, s, &x.load } });
+    loader_.submit(priority, { { &layout_.layers[layer], &g, copy, expert, s, &x.load } });
     return 1;
 }
 

@@ -6,12 +6,17 @@
 // pinned until the wave that uses them has been computed.
 //
 //   begin_graph()  route(layer, wave 0)  [wait_late]  route(layer, wave 1) ...  next layer ...  end_graph()
+//
+// Where a link brings the misses of a few tokens (at_once()), all waves are handed out together and the device
+// waits for the loads of each, not the host. Misses that the CPU computes, whole or in part, are handed out with
+// wave 0; cpu_begins() and cpu_done() tell how fast it was.
 
 #pragma once
 
 #include "budget.h"
 #include "pool.h"
 #include "select.h"
+#include "share.h"
 #include "trace.h"
 
 #include <mutex>
@@ -32,14 +37,18 @@ struct route_request {
     const int32_t * seq;     // [n_tokens]
     const int32_t * pos;     // [n_tokens]
     bool            first;   // first layer of this ubatch
+    void *          compute = nullptr; // the device's compute queue, for the link; null where slots are host memory
 };
 
-// Slot ids for one wave, -1 where a (token, rank) is not in it.
+// What one (token, rank) gets, [n_tokens][n_used] each. Slot ids are -1 where it is not in the wave; the others are
+// those of the whole layer, and may be null.
 struct route_result {
-    int32_t * high; // [n_tokens][n_used]
+    int32_t * high;
     int32_t * low;
-    int32_t * kept; // expert, -1 if skipped; filled in by wave 0 for the whole layer
-    int32_t * cpu[N_COPIES]; // expert that the CPU computes, -1 if it does not; filled in by wave 0 for the whole layer; may be null
+    int32_t * kept;          // expert, -1 if skipped
+    int32_t * cpu[N_COPIES] = {}; // expert that the CPU computes, whole or in part; -1 if it does not
+    int32_t * units = nullptr; // of the inner width that the slot has; the group's n_units where it has all
+    int32_t * tail  = nullptr; // first index of the inner width that the CPU computes
 };
 
 class engine {
@@ -54,11 +63,23 @@ class engine {
     // Does a batch of this size have a part that the CPU computes?
     bool has_cpu_part(int n_tokens) const { return budget_.miss != HOBBIT_MISS_FETCH && n_tokens <= CPU_TOKENS; }
 
+    // Are all waves of a batch of this size handed out together?
+    bool at_once(int layer, int n_tokens, int n_used) const;
+
+    // Read all experts of the groups whose slots hold them all. Such a group needs no routing (resident()) unless
+    // somebody listens to it. Throws std::runtime_error.
+    void fill_whole_groups();
+    bool resident(int layer);
+    void count_resident(int layer, int n_tokens, int n_used);
+
     // The computing thread owns the engine from begin_graph() to end_graph(); other contexts wait.
     void begin_graph();
     std::string end_graph(); // "" or why the results of this graph are worthless
 
     void route(const route_request & req, int wave, const route_result & out);
+    void arrive(int wave, void * compute); // at_once(): compute waits for the loads of that wave
+    void cpu_begins();
+    void cpu_done();
     void wait_late(int wave, const int32_t * high_in, const int32_t * low_in, int32_t * high, int32_t * low, int n);
 
     int  prefetch(int layer, int expert, int copy);
@@ -89,8 +110,13 @@ class engine {
         int     wave = 0;
         bool    miss = false;
         int     pins = 0;
-        bool    cpu  = false; // a miss that the CPU computes: has no slot
+        bool    cpu  = false; // a miss that the CPU computes, whole or in part
+        int     units = 0;    // of the inner width that are loaded into the slot; 0: all, or none where there is no load
+        bool    load = false; // a miss that is loaded, whole or in part
     };
+
+    // Ubatches of at least this many tokens are prompt processing: they want nearly every expert once.
+    static constexpr int BULK_TOKENS = 32;
 
     // Batches above this are fetched: the CPU's products grow with the tokens, the fetches do not.
     static constexpr int CPU_TOKENS = 8;
@@ -101,13 +127,16 @@ class engine {
     void share_with_cpu();
     void divide_into_waves();
     void count(const route_request & req);
+    void admit();
+    uint64_t part_bytes(const expert_plan & p) const;
     bool issue(int wave, bool must);
     int  find_victim(pool & p, int copy, bool must);
     bool window_is_full(const pool & p) const;
     void count_as_hit(const expert_plan & p);
-    int  load_ahead(int layer, int expert, int copy);
+    int  load_ahead(int layer, int expert, int copy, load_priority priority, bool same_layer = false);
     void load_next_layer();
     bool wait(int wave, load_part part);
+    void before(int wave, void * compute);
     void fill(int wave, const route_result & out);
     void finish_wave(int wave);
     void finish_step();
@@ -128,6 +157,10 @@ class engine {
     hobbit * handle_ = nullptr;
 
     std::vector<hobbit_stats> stats_; // [layer]
+    speeds speeds_;
+    std::vector<bool>     whole_;  // [group]: all experts are in slots at high precision, for good
+    std::vector<uint64_t> waited_; // [group]: ticket of the link that compute has been told to wait for
+
     uint64_t graphs_     = 0;
     int64_t  graph_us_   = 0;
     int64_t  graph_t0_   = 0;
@@ -139,6 +172,9 @@ class engine {
     int n_tokens_ = 0;
     int n_used_ = 0;
     int n_waves_ = 0;
+    bool at_once_ = false;
+    int64_t issued_us_ = 0; // the step's loads were queued
+    int64_t cpu_us_    = 0; // the CPU's part began
     bool bulk_ = false; // a large batch: may not wash out the slots of the small ones
     uint64_t clock_ = 0;
     uint64_t pass_  = 0;

@@ -34,6 +34,7 @@ hobbit_params engine::params() {
 }
 
 hobbit_info engine::info() {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
     hobbit_info i = {};
     i.budget_bytes  = budget_.total;
     i.floor_bytes   = budget_.floor;
@@ -47,8 +48,11 @@ hobbit_info engine::info() {
     i.direct_io     = files_->direct();
     i.miss          = budget_.miss;
     i.host_bytes    = budget_.host;
-    i.link_speed    = budget_.link_speed;
-    i.cpu_speed     = budget_.cpu_speed;
+    i.host_pinned   = budget_.host_pinned;
+    if (budget_.cpu_speed > 0.0) {
+        i.link_speed = budget_.link_speed > 0.0 ? speeds_.link() : 0.0;
+        i.cpu_speed  = speeds_.cpu();
+    }
     for (const group_layout & g : layout_.groups) {
         i.n_expert      = std::max(i.n_expert, g.n_expert);
         i.n_expert_used = std::max(i.n_expert_used, g.n_used);
@@ -109,6 +113,7 @@ hobbit_stats engine::stats() {
         sum.bytes_read     += s.bytes_read;
         sum.bytes_prefetch += s.bytes_prefetch;
         sum.bytes_cpu      += s.bytes_cpu;
+        sum.cpu_us         += s.cpu_us;
         sum.wait_us        += s.wait_us;
         sum.plan_us        += s.plan_us;
     }

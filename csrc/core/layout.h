@@ -4,6 +4,7 @@
 #pragma once
 
 #include "hobbit.h"
+#include "link.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -26,7 +27,7 @@ constexpr size_t IO_ALIGN = 4096;
 // on-demand load never waits longer for a prefetch than one piece a thread takes.
 constexpr size_t IO_CHUNK = 2u << 20;
 
-// The same for copies from host memory: links are slow with small pieces.
+// The same for copies from host memory that a thread makes: links are slow with small pieces.
 constexpr size_t LINK_CHUNK = 16u << 20;
 
 // Where one projection of a layer lies: expert e is [offset + e*bytes, offset + (e+1)*bytes) of file, and
@@ -49,8 +50,10 @@ struct layer_layout {
 
 // Slot s of a bank is [s*stride, s*stride + bytes) of its memory.
 struct bank {
-    uint8_t * base   = nullptr; // address the CPU can write, or null: use write()
-    size_t    stride = 0;
+    uint8_t *     base   = nullptr; // address the CPU can write, or null: use write()
+    size_t        stride = 0;
+    device_link * link   = nullptr; // for copies from host memory that nobody waits for; may be null
+    void *        memory = nullptr; // the link's name for the bank
     std::function<void(size_t offset, const void * data, size_t n)> write;
 };
 
@@ -63,6 +66,12 @@ struct group_layout {
     int    n_slots[N_COPIES] = {};
     bank   banks[N_COPIES][MAX_PROJ];
 
+    // How an expert's inner width (rows of gate and up, columns of down) can be divided. n_units 1: not at all.
+    int    n_units = 1;
+    int    unit    = 0;                         // its rows or columns
+    int    n_parts[MAX_PROJ] = { 1, 1, 1 };     // of an early projection: matrices of the inner width in it (gate and up merged: 2)
+    size_t row_bytes[N_COPIES][MAX_PROJ] = {};
+
     size_t expert_bytes(int copy) const {
         size_t n = 0;
         for (int p = 0; p < n_proj; ++p) {
@@ -70,7 +79,8 @@ struct group_layout {
         }
         return n;
     }
-    int n_experts_total() const { return n_layers * n_expert; }
+    int  n_experts_total() const { return n_layers * n_expert; }
+    bool has_link() const { return banks[COPY_HIGH][0].link != nullptr; }
 };
 
 struct model_layout {

@@ -30,26 +30,80 @@ loader::~loader() {
     }
 }
 
+// The pieces of one projection of a load.
+void loader::add_part(const load_request & r, int proj, bool by_link, std::vector<load_piece> & pieces) const {
+    group_layout & g = *r.group;
+    const slab & s = r.layer->src[r.copy][proj];
+    const bool late = proj + 1 == g.n_proj;
+    bank & to = g.banks[r.copy][proj];
+    const uint64_t first = r.expert * s.bytes;
+    const size_t   slot  = r.slot * to.stride;
+    load_piece x = { s.host ? s.host + first : nullptr, s.file, s.offset + first, (size_t) s.bytes, &to, slot, late ? PART_LATE : PART_EARLY, r.state };
+    if (r.units > 0 && late) { // the first columns of every row
+        const size_t row = g.row_bytes[r.copy][proj];
+        x.n      = row / g.n_units * r.units;
+        x.rows   = s.bytes / row;
+        x.stride = row;
+        pieces.push_back(x);
+        return;
+    }
+    const int parts = r.units > 0 ? g.n_parts[proj] : 1;
+    for (int i = 0; i < parts; ++i) {
+        const uint64_t begin = s.bytes / parts * i;
+        const uint64_t bytes = r.units > 0 ? s.bytes / parts / g.n_units * r.units : s.bytes;
+        const uint64_t step  = by_link ? bytes : s.host ? LINK_CHUNK : max_piece_;
+        for (uint64_t at = 0; at < bytes; at += step) {
+            load_piece y = x;
+            y.host      = s.host ? x.host + begin + at : nullptr;
+            y.offset    = x.offset + begin + at;
+            y.to_offset = x.to_offset + begin + at;
+            y.n         = (size_t) std::min<uint64_t>(step, bytes - at);
+            pieces.push_back(y);
+        }
+    }
+}
+
 void loader::submit(load_priority priority, const std::vector<load_request> & loads) {
     std::vector<load_piece> pieces[N_PARTS];
+    std::vector<load_piece> linked[N_PARTS];
+    device_link * link = nullptr;
     for (const load_request & r : loads) {
-        int pending[N_PARTS] = { 0, 0 };
+        bool by_link = priority == PRIORITY_DEMAND;
         for (int p = 0; p < r.group->n_proj; ++p) {
-            const slab & s = r.layer->src[r.copy][p];
-            const load_part part = p + 1 < r.group->n_proj ? PART_EARLY : PART_LATE;
-            bank & to = r.group->banks[r.copy][p];
-            const uint64_t first = r.expert * s.bytes;
-            const uint64_t step  = s.host ? LINK_CHUNK : max_piece_;
-            for (uint64_t at = 0; at < s.bytes; at += step) {
-                pieces[part].push_back({ s.host ? s.host + first + at : nullptr, s.file, s.offset + first + at,
-                                         (size_t) std::min<uint64_t>(step, s.bytes - at), &to, r.slot * to.stride + (size_t) at, part, r.state });
-                pending[part]++;
-            }
+            by_link = by_link && r.layer->src[r.copy][p].host && r.group->banks[r.copy][p].link;
         }
+        size_t before[N_PARTS];
+        for (int part = 0; part < N_PARTS; ++part) {
+            before[part] = pieces[part].size();
+        }
+        for (int p = 0; p < r.group->n_proj; ++p) {
+            const load_part part = p + 1 < r.group->n_proj ? PART_EARLY : PART_LATE;
+            add_part(r, p, by_link, (by_link ? linked : pieces)[part]);
+        }
+        if (by_link) {
+            link = r.group->banks[r.copy][0].link;
+        }
+        r.state->ticket = 0;
         r.state->failed.store(false, std::memory_order_relaxed);
         for (int part = 0; part < N_PARTS; ++part) {
-            r.state->pending[part].store(pending[part], std::memory_order_relaxed);
+            r.state->pending[part].store((int) (pieces[part].size() - before[part]), std::memory_order_relaxed);
         }
+    }
+    if (link) {
+        for (auto & part : linked) {
+            for (const load_piece & x : part) {
+                link->copy(*x.to, x.to_offset, x.host, x.n, x.rows, x.stride, x.stride);
+            }
+        }
+        const uint64_t ticket = link->mark();
+        for (auto & part : linked) {
+            for (const load_piece & x : part) {
+                x.state->ticket = ticket;
+            }
+        }
+    }
+    if (pieces[PART_EARLY].empty() && pieces[PART_LATE].empty()) {
+        return;
     }
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -122,7 +176,9 @@ void loader::run() {
         if (!piece.state->failed.load(std::memory_order_relaxed)) {
             try {
                 if (piece.host && piece.to->base) {
-                    memcpy(piece.to->base + piece.to_offset, piece.host, piece.n);
+                    for (size_t i = 0; i < piece.rows; ++i) {
+                        memcpy(piece.to->base + piece.to_offset + i * piece.stride, piece.host + i * piece.stride, piece.n);
+                    }
                 } else if (piece.host) {
                     piece.to->write(piece.to_offset, piece.host, piece.n);
                 } else if (piece.to->base) {

@@ -28,6 +28,7 @@ enum load_priority { PRIORITY_DEMAND = 0, PRIORITY_PREFETCH = 1, N_PRIORITIES = 
 struct load_state {
     std::atomic<int>  pending[N_PARTS] = { { 0 }, { 0 } }; // pieces that are not there yet
     std::atomic<bool> failed{ false };
+    uint64_t          ticket = 0; // of the bank's link, if that brings it: nothing is pending then, the device waits
 
     bool ready(load_part part) const { return pending[part].load(std::memory_order_acquire) == 0; }
     bool done() const { return ready(PART_EARLY) && ready(PART_LATE); }
@@ -42,6 +43,8 @@ struct load_piece {
     size_t     to_offset;
     load_part  part;
     load_state * state;
+    size_t     rows   = 1; // from host memory: so many pieces of n bytes
+    size_t     stride = 0; // from one to the next, on both sides
 };
 
 struct load_request {
@@ -51,6 +54,7 @@ struct load_request {
     int          expert;
     int          slot;
     load_state * state; // set up by submit(), must live until it is done
+    int          units = 0; // only the first units of the inner width; 0: all. Copies in host memory only
 };
 
 class loader {
@@ -59,7 +63,8 @@ class loader {
     loader(storage & files, int n_threads, size_t max_piece);
     ~loader(); // finishes the pieces in flight, drops the others
 
-    // Queue loads that are needed at the same time.
+    // Queue loads that are needed at the same time. On-demand copies from host memory to a bank with a link are
+    // queued there at once; the others go through the threads.
     void submit(load_priority priority, const std::vector<load_request> & loads);
 
     // Move what is left of a queued prefetch to the on-demand queue.
@@ -78,6 +83,7 @@ class loader {
 
   private:
     void run();
+    void add_part(const load_request & r, int proj, bool by_link, std::vector<load_piece> & pieces) const;
 
     storage & files_;
     const size_t max_piece_;

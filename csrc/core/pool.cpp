@@ -18,14 +18,15 @@ pool::pool(const model_layout & layout, int group, int copy) : copy_(copy) {
 }
 
 int pool::victim(const policy & pol, const policy_context & ctx, bool only_streamed) const {
-    if (!free_.empty()) {
-        return free_.back();
-    }
+    return free_.empty() ? weakest(pol, ctx, only_streamed) : free_.back();
+}
+
+int pool::weakest(const policy & pol, const policy_context & ctx, bool only_streamed) const {
     int    best   = -1;
     double best_p = 0.0;
     for (int s = 0; s < n_slots(); ++s) {
         const slot & c = slots_[s];
-        if (c.pins > 0 || !c.load.done() || (only_streamed && !c.streamed)) {
+        if (c.free() || c.pins > 0 || !c.load.done() || (only_streamed && !c.streamed)) {
             continue;
         }
         const double p = pol.priority({ c.layer, c.expert, copy_, c.last_clock, c.last_pass }, ctx);

@@ -30,7 +30,7 @@ class pool {
     int n_slots() const { return (int) slots_.size(); }
     int n_resident() const { return n_resident_; }
     int n_streamed() const { return n_streamed_; }
-    bool has_free() const { return !free_.empty(); }
+    int  n_free() const { return (int) free_.size(); }
 
     slot &       at(int s)       { return slots_[s]; }
     const slot & at(int s) const { return slots_[s]; }
@@ -41,6 +41,9 @@ class pool {
     // A slot that can be loaded into: a free one, or the candidate of least priority; -1 if all are
     // pinned or loading. only_streamed: take no other's slot than one of a large batch's.
     int victim(const policy & pol, const policy_context & ctx, bool only_streamed) const;
+
+    // The occupied slot of least priority that may be given up, -1 if none.
+    int weakest(const policy & pol, const policy_context & ctx, bool only_streamed = false) const;
 
     void assign(int s, int layer, int expert);
     void release(int s);

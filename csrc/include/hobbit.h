@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define HOBBIT_API_VERSION 1
+#define HOBBIT_API_VERSION 2
 
 struct hobbit;      // the engine of one model: its pools, records, loader threads, statistics
 struct llama_model; // llama.h
@@ -49,7 +49,14 @@ enum hobbit_policy {
 enum hobbit_miss {
     HOBBIT_MISS_FETCH = 0, // brought into a slot
     HOBBIT_MISS_CPU   = 1, // computed by the CPU from host memory
-    HOBBIT_MISS_AUTO  = 2, // divided so that link and CPU finish together
+    HOBBIT_MISS_AUTO  = 2, // divided so that link and CPU finish together; an expert may be divided, too
+};
+
+// Does an expert that the CPU computed, whole or in part, also get a slot?
+enum hobbit_admit {
+    HOBBIT_ADMIT_NEVER = 0,
+    HOBBIT_ADMIT_FREE  = 1, // while slots are free
+    HOBBIT_ADMIT_OFTEN = 2, // and where it was used more than twice as often as the expert it would push out
 };
 
 // Are all copies held in host memory (pinned, where there is a GPU)?
@@ -59,12 +66,21 @@ enum hobbit_host_copies {
     HOBBIT_HOST_AUTO = 2, // where the slots are on a GPU and the copies fit in free memory
 };
 
+// Are experts read into their slots at load, where the slots of a group of layers hold them all? Those layers run
+// without routing on the host then.
+enum hobbit_preload {
+    HOBBIT_PRELOAD_OFF  = 0,
+    HOBBIT_PRELOAD_ON   = 1,
+    HOBBIT_PRELOAD_AUTO = 2, // where the slots are on a GPU
+};
+
 // How the memory budget is given.
 enum hobbit_budget {
     HOBBIT_BUDGET_BYTES    = 0, // exactly cache_bytes; refused below the floor
     HOBBIT_BUDGET_AT_LEAST = 1, // cache_bytes, raised to the floor where it is smaller
     HOBBIT_BUDGET_FRACTION = 2, // cache_fraction of all experts at high precision; refused below the floor
     HOBBIT_BUDGET_MIN      = 3, // the floor: what one step can need
+    HOBBIT_BUDGET_DEVICE   = 4, // what the devices of the slots have free, less cache_bytes on each; refused below the floor
 };
 
 struct hobbit_params {
@@ -81,7 +97,11 @@ struct hobbit_params {
     int32_t  force_miss;        // 1: treat every request as a miss (for measuring the worst case)
     int32_t  miss;              // enum hobbit_miss
     int32_t  host_copies;       // enum hobbit_host_copies
+    int32_t  admit;             // enum hobbit_admit
+    int32_t  preload;           // enum hobbit_preload
     int32_t  reserved;
+    double   link_speed;        // bytes/s to divide misses by, together with cpu_speed; 0: measured and corrected
+    double   cpu_speed;
 };
 
 // What was set up. Sizes in bytes.
@@ -100,8 +120,10 @@ struct hobbit_info {
     int32_t  direct_io;       // 1 where the page cache is really bypassed
     int32_t  miss;            // enum hobbit_miss in force
     uint64_t host_bytes;      // copies held in host memory
-    double   link_speed;      // bytes/s from host memory to the slots, measured at load; 0: not measured
-    double   cpu_speed;       // bytes/s at which the CPU reads experts; 0: not measured
+    double   link_speed;      // bytes/s from host memory to the slots, as misses are divided now; 0: not measured
+    double   cpu_speed;       // bytes/s at which the CPU computes experts
+    int32_t  host_pinned;     // 1: the copies are in pinned memory, which the device reads by itself
+    int32_t  reserved;
 };
 
 struct hobbit_group_info {
@@ -132,7 +154,7 @@ struct hobbit_stats {
     uint64_t hits_low;
     uint64_t misses_high;  // served by a high copy that was loaded for it
     uint64_t misses_low;
-    uint64_t cpu_high;     // of the misses: computed by the CPU from the high copy
+    uint64_t cpu_high;     // of the misses: computed by the CPU from the high copy, whole or in part
     uint64_t cpu_low;
     uint64_t skips;        // not served
     uint64_t upgrades;     // of the hits: served by a better copy than wanted
@@ -144,10 +166,11 @@ struct hobbit_stats {
     uint64_t bytes_read;   // into slots, all reasons
     uint64_t bytes_prefetch;
     uint64_t bytes_cpu;    // of experts that the CPU computed
+    int64_t  cpu_us;       // the CPU computing them
     int64_t  wait_us;      // computing thread waiting for loads
     int64_t  plan_us;      // computing thread planning
-    int64_t  compute_us;   // graph time without the two above (whole model only)
-    int64_t  read_us;      // wall time during which at least one read was in flight (whole model only)
+    int64_t  compute_us;   // graph time without the two above, the CPU's part included (whole model only)
+    int64_t  read_us;      // wall time during which a loader thread had a read or a copy in flight (whole model only)
     uint64_t graphs;       // forward passes (whole model only)
 };
 
@@ -169,6 +192,7 @@ enum hobbit_event_kind {
     HOBBIT_EVENT_EVICT    = 2, // a copy gave up its slot
     HOBBIT_EVENT_SKIP     = 3,
     HOBBIT_EVENT_PREFETCH = 4,
+    HOBBIT_EVENT_CPU      = 5, // a miss that the CPU computes, whole or in part; slot -1
 };
 
 // Cache hook. One call per expert and step, on the computing thread; must not call back into the engine.

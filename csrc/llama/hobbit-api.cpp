@@ -79,8 +79,17 @@ std::string check(const hobbit_params & p) {
     if (p.miss == HOBBIT_MISS_CPU && p.host_copies == HOBBIT_HOST_OFF) {
         return "miss is cpu, but host_copies is off: the CPU computes from copies in host memory";
     }
-    if (p.budget_kind < HOBBIT_BUDGET_BYTES || p.budget_kind > HOBBIT_BUDGET_MIN) {
-        return "budget_kind is " + std::to_string(p.budget_kind) + ": known are 0 to 3";
+    if (p.admit < HOBBIT_ADMIT_NEVER || p.admit > HOBBIT_ADMIT_OFTEN) {
+        return "admit is " + std::to_string(p.admit) + ": known are 0 (never), 1 (free), 2 (often)";
+    }
+    if (p.preload < HOBBIT_PRELOAD_OFF || p.preload > HOBBIT_PRELOAD_AUTO) {
+        return "preload is " + std::to_string(p.preload) + ": known are 0 (off), 1 (on), 2 (auto)";
+    }
+    if (!(p.link_speed >= 0.0) || !(p.cpu_speed >= 0.0) || (p.link_speed > 0.0) != (p.cpu_speed > 0.0)) {
+        return "link_speed is " + number(p.link_speed) + " and cpu_speed " + number(p.cpu_speed) + ": give both in bytes/s, or 0 for both";
+    }
+    if (p.budget_kind < HOBBIT_BUDGET_BYTES || p.budget_kind > HOBBIT_BUDGET_DEVICE) {
+        return "budget_kind is " + std::to_string(p.budget_kind) + ": known are 0 to 4";
     }
     if (p.budget_kind == HOBBIT_BUDGET_FRACTION && !(p.cache_fraction >= 0.0 && p.cache_fraction <= 1.0)) {
         return "cache_fraction is " + number(p.cache_fraction) + ": it must be 0 to 1";
@@ -124,6 +133,8 @@ void hobbit_default_params(struct hobbit_params * p) {
     p->direct_io      = 1;
     p->miss           = HOBBIT_MISS_AUTO;
     p->host_copies    = HOBBIT_HOST_AUTO;
+    p->admit          = HOBBIT_ADMIT_OFTEN;
+    p->preload        = HOBBIT_PRELOAD_AUTO;
 }
 
 int hobbit_check_params(const struct hobbit_params * p) {

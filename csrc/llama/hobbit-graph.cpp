@@ -7,18 +7,22 @@
 #include <cstring>
 #include <deque>
 
-// What the route operations of one graph need beside their tensors: the sequences of the ubatch. Lives as
-// long as the graph, and is filled in before every run of it.
+// One call of build_moe_ffn and one wave, for the custom operations. Lives as long as the graph.
+struct hobbit_graph_node {
+    hob::engine * engine;
+    class hobbit_graph_input * input;
+    void * compute;
+    int  layer;
+    int  wave;
+    int  n_waves;
+    bool at_once;
+    int64_t n_in; // values of one token in pack
+};
+
+// What the route operations of one graph need beside their tensors: the sequences of the ubatch. Filled in before
+// every run.
 class hobbit_graph_input : public llm_graph_input_i {
   public:
-    struct node {
-        hob::engine * engine;
-        hobbit_graph_input * input;
-        int layer;
-        int wave;
-        int n_waves;
-    };
-
     hobbit_graph_input(const void * context, uint32_t n_tokens) : context(context), n_tokens(n_tokens) {}
 
     void set_input(const llama_ubatch * ubatch) override {
@@ -29,17 +33,36 @@ class hobbit_graph_input : public llm_graph_input_i {
             pos[i] = ubatch->pos ? ubatch->pos[i] : 0;
         }
         fresh = true;
+        for (const auto & [engine, layer, n_used] : resident) {
+            engine->count_resident(layer, (int) ubatch->n_tokens, n_used);
+        }
     }
 
-    // the number of waves follows from the number of tokens
-    bool can_reuse(const llm_graph_params & params) override { return params.ubatch.n_tokens == n_tokens; }
+    // the number of waves follows from the number of tokens; somebody may have begun to listen to the routing
+    bool can_reuse(const llm_graph_params & params) override {
+        for (const auto & r : routed) {
+            if (r.engine->resident(r.layer)) {
+                return false;
+            }
+        }
+        for (const auto & r : resident) {
+            if (!r.engine->resident(r.layer)) {
+                return false;
+            }
+        }
+        return params.ubatch.n_tokens == n_tokens;
+    }
+
+    struct place { hob::engine * engine; int layer; int n_used; };
 
     const void * context;
     uint32_t n_tokens;
     bool fresh = false;
     std::vector<int32_t> seq;
     std::vector<int32_t> pos;
-    std::deque<node> nodes; // userdata of the operations: addresses must not move
+    std::vector<place> routed;
+    std::vector<place> resident;
+    std::deque<hobbit_graph_node> nodes; // userdata of the operations: addresses must not move
 
     // scratch of the running operation
     std::vector<int32_t> experts;
@@ -48,11 +71,25 @@ class hobbit_graph_input : public llm_graph_input_i {
 
 namespace {
 
+// Planes of a route operation's result.
+enum plane_kind {
+    PLANE_HIGH = 0,  // slots of the wave's high copies
+    PLANE_LOW,       // and low ones
+    PLANE_KEPT,      // experts that are served
+    PLANE_CPU_HIGH,  // experts that the CPU computes
+    PLANE_CPU_LOW,
+    PLANE_UNITS,     // of the inner width that a slot has
+    PLANE_TAIL,      // first index of the inner width that the CPU computes
+    PLANE_HIGH_1,    // slots of wave 1, where all waves are handed out together
+    PLANE_LOW_1,
+    N_PLANES,
+};
+
 void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
     if (ith != 0) {
         return;
     }
-    const auto & node = *(const hobbit_graph_input::node *) userdata;
+    const auto & node = *(const hobbit_graph_node *) userdata;
     hobbit_graph_input & in = *node.input;
     const int n_used   = (int) dst->ne[0];
     const int n_tokens = (int) dst->ne[1];
@@ -63,17 +100,28 @@ void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
     req.n_tokens = n_tokens;
     req.n_used   = n_used;
     req.n_waves  = node.n_waves;
+    req.compute  = node.compute;
     if (node.wave == 0) {
-        const ggml_tensor * ids = dst->src[0]; // [n_used, n_tokens], a view into the sorted experts
-        const ggml_tensor * w   = dst->src[1]; // n_used*n_tokens values, contiguous
         in.experts.resize(n);
         in.weights.resize(n);
-        for (int t = 0; t < n_tokens; ++t) {
-            for (int r = 0; r < n_used; ++r) {
-                in.experts[(size_t) t * n_used + r] = *(const int32_t *) ((const char *) ids->data + t * ids->nb[1] + r * ids->nb[0]);
+        if (node.at_once) {
+            for (int t = 0; t < n_tokens; ++t) { // src 0: [n_in | n_used experts | n_used weights] a token
+                const float * x = (const float *) ((const char *) dst->src[0]->data + t * dst->src[0]->nb[1]) + node.n_in;
+                for (int r = 0; r < n_used; ++r) {
+                    in.experts[(size_t) t * n_used + r] = (int32_t) x[r];
+                    in.weights[(size_t) t * n_used + r] = x[n_used + r];
+                }
             }
+        } else {
+            const ggml_tensor * ids = dst->src[0]; // [n_used, n_tokens], a view into the sorted experts
+            const ggml_tensor * w   = dst->src[1]; // n_used*n_tokens values, contiguous
+            for (int t = 0; t < n_tokens; ++t) {
+                for (int r = 0; r < n_used; ++r) {
+                    in.experts[(size_t) t * n_used + r] = *(const int32_t *) ((const char *) ids->data + t * ids->nb[1] + r * ids->nb[0]);
+                }
+            }
+            std::copy_n((const float *) w->data, n, in.weights.begin());
         }
-        std::copy_n((const float *) w->data, n, in.weights.begin());
         in.seq.resize(n_tokens, 0);
         in.pos.resize(n_tokens, 0);
         req.experts = in.experts.data();
@@ -84,23 +132,56 @@ void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
         req.first   = in.fresh;
         in.fresh    = false;
     }
-    int32_t * out = (int32_t *) dst->data;
-    node.engine->route(req, node.wave, { out, out + n, out + 2 * n, { out + 3 * n, out + 4 * n } });
+    const auto at = [&](int i) { return (int32_t *) dst->data + i * n; };
+    node.engine->route(req, node.wave, { at(PLANE_HIGH), at(PLANE_LOW), at(PLANE_KEPT), { at(PLANE_CPU_HIGH), at(PLANE_CPU_LOW) },
+                                         at(PLANE_UNITS), at(PLANE_TAIL) });
+    if (node.at_once) {
+        for (int w = 1; w < node.n_waves; ++w) {
+            node.engine->route(req, w, { at(PLANE_HIGH_1), at(PLANE_LOW_1), nullptr, { nullptr, nullptr }, nullptr, nullptr });
+        }
+        node.engine->arrive(0, node.compute);
+    }
 }
 
-// The layer's input, for the CPU's part: copied with the router's choice, before the device is given more work.
-void compute_input(ggml_tensor * dst, int ith, int nth, void *) {
-    const size_t n = ggml_nbytes(dst);
-    const size_t begin = n * ith / nth;
-    const size_t end   = n * (ith + 1) / nth;
-    memcpy((char *) dst->data + begin, (const char *) dst->src[0]->data + begin, end - begin);
+// The device's next work starts when the wave's experts are there.
+void compute_arrive(ggml_tensor * dst, int ith, int, void * userdata) {
+    if (ith == 0) {
+        const auto & node = *(const hobbit_graph_node *) userdata;
+        node.engine->arrive(node.wave, node.compute);
+        *(int32_t *) dst->data = node.wave;
+    }
+}
+
+// The layer's input, for the CPU's part, out of pack.
+void compute_input(ggml_tensor * dst, int ith, int, void * userdata) {
+    if (ith != 0) {
+        return;
+    }
+    const auto & node = *(const hobbit_graph_node *) userdata;
+    const ggml_tensor * pack = dst->src[0];
+    for (int64_t t = 0; t < dst->ne[2]; ++t) {
+        memcpy((char *) dst->data + t * dst->nb[2], (const char *) pack->data + t * pack->nb[1], node.n_in * sizeof(float));
+    }
+    node.engine->cpu_begins();
+}
+
+void compute_cpu_begins(ggml_tensor *, const ggml_tensor *, int ith, int, void * userdata) {
+    if (ith == 0) {
+        ((const hobbit_graph_node *) userdata)->engine->cpu_begins();
+    }
+}
+
+void compute_cpu_done(ggml_tensor *, const ggml_tensor *, int ith, int, void * userdata) {
+    if (ith == 0) {
+        ((const hobbit_graph_node *) userdata)->engine->cpu_done();
+    }
 }
 
 void compute_late(ggml_tensor * dst, int ith, int, void * userdata) {
     if (ith != 0) {
         return;
     }
-    const auto & node = *(const hobbit_graph_input::node *) userdata;
+    const auto & node = *(const hobbit_graph_node *) userdata;
     const int n = (int) (dst->ne[0] * dst->ne[1]);
     const int32_t * from = (const int32_t *) dst->src[0]->data;
     int32_t * out = (int32_t *) dst->data;
@@ -122,9 +203,14 @@ hobbit_moe::hobbit_moe(const llm_graph_context & g, const ggml_tensor * exps, gg
     if (!h_) {
         return;
     }
-    layer_   = h_->find(exps).layer;
-    n_waves_ = h_->engine->waves(layer_, (int) ids->ne[1], (int) ids->ne[0]);
-    has_cpu_ = h_->engine->has_cpu_part((int) ids->ne[1]);
+    hob::engine & e = *h_->engine;
+    const int n_used   = (int) ids->ne[0];
+    const int n_tokens = (int) ids->ne[1];
+    layer_ = h_->find(exps).layer;
+    const int gi = e.layout().layers[layer_].group;
+    const hob::group_layout & group = e.layout().groups[gi];
+    banks_    = &h_->banks[gi];
+    resident_ = e.resident(layer_);
     for (const auto & i : g.res->inputs) {
         if (auto * found = dynamic_cast<hobbit_graph_input *>(i.get())) {
             input_ = found;
@@ -134,94 +220,177 @@ hobbit_moe::hobbit_moe(const llm_graph_context & g, const ggml_tensor * exps, gg
         // the CPU back end is the context's own: it tells contexts with the same sequence numbers apart
         input_ = (hobbit_graph_input *) g.res->add_input(std::make_unique<hobbit_graph_input>(g.backend_cpu, g.ubatch.n_tokens));
     }
+    (resident_ ? input_->resident : input_->routed).push_back({ &e, layer_, n_used });
+    if (resident_) {
+        return;
+    }
+    n_waves_  = e.waves(layer_, n_tokens, n_used);
+    at_once_  = e.at_once(layer_, n_tokens, n_used);
+    has_cpu_  = e.has_cpu_part(n_tokens);
+    divided_  = has_cpu_ && group.n_units > 1;
+    cpu_pass_ = !has_cpu_ ? -1 : at_once_ ? n_waves_ : 1;
+    if (group.has_link()) {
+        for (int i = 0; i < ggml_backend_sched_get_n_backends(g.sched); ++i) {
+            ggml_backend_t b = ggml_backend_sched_get_backend(g.sched, i);
+            if (ggml_backend_get_device(b) == banks_->dev) {
+                compute_ = b;
+            }
+        }
+        GGML_ASSERT(compute_ && "the context has no back end for the device of the expert slots");
+    }
 }
 
 ggml_tensor * hobbit_moe::begin_pass(int pass, ggml_tensor * x) {
-    if (!h_) {
+    if (!h_ || resident_) {
         return x;
     }
-    last_   = pass + 1 == n_passes();
-    on_cpu_ = has_cpu_ && pass == 1;
-    if (on_cpu_) {
+    pass_ = pass;
+    if (pass == cpu_pass_) {
+        begin_cpu(x);
         return cpu_x_;
     }
-    wave_ = has_cpu_ && pass > 1 ? pass - 1 : pass;
+    wave_ = cpu_pass_ >= 0 && pass > cpu_pass_ ? pass - 1 : pass;
+    begin_wave(x);
+    return x;
+}
 
+void hobbit_moe::begin_wave(ggml_tensor * x) {
     ggml_context * ctx = g_.ctx0;
-    input_->nodes.push_back({ h_->engine.get(), input_, layer_, wave_, n_waves_ });
-    auto * node = &input_->nodes.back();
+    const int64_t n_used   = ids_->ne[0];
+    const int64_t n_tokens = ids_->ne[1];
+    input_->nodes.push_back({ h_->engine.get(), input_, compute_, layer_, wave_, n_waves_, at_once_, x->ne[0] * x->ne[1] });
+    node_ = &input_->nodes.back();
 
+    if (at_once_ && wave_ > 0) {
+        ggml_build_forward_expand(g_.gf, ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, &route0_, 1, compute_arrive, 1, node_));
+        return;
+    }
     ggml_tensor * args[2] = { ids_, weights_ };
-    if (wave_ > 0) {
+    int n_args = 2;
+    if (at_once_) {
+        pack_ = ggml_reshape_2d(ctx, ggml_is_contiguous(x) ? x : ggml_cont(ctx, x), node_->n_in, n_tokens);
+        pack_ = ggml_concat(ctx, pack_, ggml_cast(ctx, ids_, GGML_TYPE_F32), 0);
+        pack_ = ggml_concat(ctx, pack_, ggml_reshape_2d(ctx, ggml_is_contiguous(weights_) ? weights_ : ggml_cont(ctx, weights_), n_used, n_tokens), 0);
+        args[0] = pack_;
+        n_args  = 1;
+    } else if (wave_ > 0) {
         // after the rows of the wave before: its slots are free then
         args[0] = route0_;
         args[1] = ggml_view_1d(ctx, out_, 1, 0);
     } else if (!ggml_is_contiguous(weights_)) {
         args[1] = ggml_cont(ctx, weights_);
     }
-    route_ = ggml_custom_4d(ctx, GGML_TYPE_I32, ids_->ne[0], ids_->ne[1], 5, 1, args, 2, compute_route, 1, node);
-    late_  = ggml_custom_4d(ctx, GGML_TYPE_I32, ids_->ne[0], ids_->ne[1], 2, 1, &route_, 1, compute_late, 1, node);
+    route_ = ggml_custom_4d(ctx, GGML_TYPE_I32, n_used, n_tokens, N_PLANES, 1, args, n_args, compute_route, 1, node_);
     // plan before anything else of the layer
     ggml_build_forward_expand(g_.gf, route_);
+    if (compute_) {
+        dev_  = ggml_cont(ctx, route_); // crosses as a whole
+        late_ = nullptr;
+    } else {
+        dev_  = route_;
+        late_ = ggml_custom_4d(ctx, GGML_TYPE_I32, n_used, n_tokens, 2, 1, &route_, 1, compute_late, 1, node_);
+    }
     if (wave_ == 0) {
         route0_ = route_;
-        if (has_cpu_) {
-            ggml_tensor * from = ggml_is_contiguous(x) ? x : ggml_cont(ctx, x);
-            cpu_x_ = ggml_custom_4d(ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], 1, &from, 1, compute_input, GGML_N_TASKS_MAX, nullptr);
+        dev0_   = dev_;
+        if (has_cpu_ && !at_once_) { // copied with the router's choice, before the device is given more work
+            ggml_tensor * from = ggml_reshape_2d(ctx, ggml_is_contiguous(x) ? x : ggml_cont(ctx, x), node_->n_in, n_tokens);
+            cpu_x_ = ggml_custom_4d(ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], 1, &from, 1, compute_input, 1, node_);
             ggml_build_forward_expand(g_.gf, cpu_x_);
         }
     }
-    return x;
+}
+
+void hobbit_moe::begin_cpu(ggml_tensor * x) {
+    ggml_context * ctx = g_.ctx0;
+    if (at_once_) {
+        cpu_x_ = ggml_custom_4d(ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], 1, &pack_, 1, compute_input, 1, node_);
+    } else {
+        cpu_x_ = ggml_map_custom1_inplace(ctx, cpu_x_, compute_cpu_begins, 1, node_);
+    }
+    ggml_build_forward_expand(g_.gf, cpu_x_);
+}
+
+ggml_tensor * hobbit_moe::plane(ggml_tensor * t, int i) const {
+    return ggml_view_2d(g_.ctx0, t, t->ne[0], t->ne[1], t->nb[1], i * t->nb[2]);
+}
+
+ggml_tensor * hobbit_moe::product(const ggml_tensor * w, ggml_tensor * bank, ggml_tensor * x, ggml_tensor * ids, ggml_tensor * onto, bool down) const {
+    ggml_tensor * r = ggml_mul_mat_id(g_.ctx0, bank, x, ids);
+    if (!resident_) {
+        ggml_mul_mat_id_set_skip(r, onto);
+    }
+    if (g_.prec_policy) {
+        const auto it = g_.prec_policy->prec_src1.find(w);
+        if (it != g_.prec_policy->prec_src1.end()) {
+            ggml_prec_set_src(r, it->second, 1);
+        }
+    }
+    if (down && g_.arch == LLM_ARCH_MISTRAL4) {
+        ggml_prec_set_src(r, GGML_PREC_F32, 1); // as build_moe_ffn does
+    }
+    return r;
+}
+
+// As build_lora_mm_id does with a scale for each expert.
+ggml_tensor * hobbit_moe::scaled(ggml_tensor * y, ggml_tensor * scale, int64_t n_tokens) const {
+    ggml_context * ctx = g_.ctx0;
+    ggml_tensor * s = ggml_reshape_3d(ctx, scale, 1, scale->ne[0], 1);
+    s = ggml_repeat_4d(ctx, s, 1, scale->ne[0], n_tokens, 1);
+    return ggml_mul(ctx, y, ggml_get_rows(ctx, s, ids_));
 }
 
 ggml_tensor * hobbit_moe::mul_mat_id(const ggml_tensor * w, ggml_tensor * x, ggml_tensor * scale) {
     ggml_context * ctx = g_.ctx0;
     const int proj = h_->find(w).proj;
-    const int group = h_->engine->layout().layers[layer_].group;
-    const bool down = proj + 1 == h_->engine->layout().groups[group].n_proj;
+    const hob::layer_layout & layer = h_->engine->layout().layers[layer_];
+    const hob::group_layout & group = h_->engine->layout().groups[layer.group];
+    const bool down   = proj + 1 == group.n_proj;
+    const bool on_cpu = has_cpu_ && pass_ == cpu_pass_;
 
-    ggml_tensor * ids = on_cpu_ ? route0_ : down ? late_ : route_;
-    ggml_tensor * y   = down && !on_cpu_ ? out_ : nullptr;
+    if (resident_) {
+        ggml_tensor * all = banks_->tensor[hob::COPY_HIGH][proj];
+        ggml_tensor * mine = ggml_view_3d(ctx, all, all->ne[0], all->ne[1], layer.n_expert, all->nb[1], all->nb[2],
+                                          (size_t) layer.in_group * layer.n_expert * all->nb[2]);
+        ggml_tensor * y = product(w, mine, x, ids_, nullptr, down);
+        return scale ? scaled(y, scale, x->ne[2]) : y;
+    }
+
+    ggml_tensor * y = down && !on_cpu ? out_ : nullptr;
     if (down) {
+        if (divided_ && !on_cpu) {
+            ggml_tensor * u = plane(dev0_, PLANE_UNITS);
+            ggml_tensor * heads = ggml_get_rows(ctx, banks_->heads, ggml_is_contiguous(u) ? ggml_reshape_1d(ctx, u, u->ne[0] * u->ne[1]) : u);
+            x = ggml_mul(ctx, x, ggml_reshape_3d(ctx, heads, x->ne[0], x->ne[1], x->ne[2]));
+        }
         ggml_build_forward_expand(g_.gf, x); // gate and up compute while down still loads
     }
     for (int c = 0; c < hob::N_COPIES; ++c) {
-        ggml_tensor * bank = on_cpu_ ? h_->host[layer_].tensor[c][proj] : h_->banks[group].tensor[c][proj];
+        ggml_tensor * bank = on_cpu ? h_->host[layer_].tensor[c][proj] : banks_->tensor[c][proj];
         if (!bank) {
             continue;
         }
-        ggml_tensor * plane = ggml_view_2d(ctx, ids, ids->ne[0], ids->ne[1], ids->nb[1], (on_cpu_ ? 3 + c : c) * ids->nb[2]);
-        ggml_tensor * r = ggml_mul_mat_id(ctx, bank, x, plane);
-        ggml_mul_mat_id_set_skip(r, y);
-        if (g_.prec_policy) {
-            const auto it = g_.prec_policy->prec_src1.find(w);
-            if (it != g_.prec_policy->prec_src1.end()) {
-                ggml_prec_set_src(r, it->second, 1);
-            }
+        ggml_tensor * ids = on_cpu ? plane(route0_, PLANE_CPU_HIGH + c) : at_once_ ? plane(dev0_, (wave_ == 0 ? PLANE_HIGH : PLANE_HIGH_1) + c)
+                                   : plane(down && late_ ? late_ : dev_, PLANE_HIGH + c);
+        y = product(w, bank, x, ids, y, down);
+        if (on_cpu && divided_) {
+            ggml_mul_mat_id_set_tail(y, plane(route0_, PLANE_TAIL), down ? 0 : group.n_units * group.unit);
         }
-        if (down && g_.arch == LLM_ARCH_MISTRAL4) {
-            ggml_prec_set_src(r, GGML_PREC_F32, 1); // as build_moe_ffn does
-        }
-        y = r;
     }
     if (down) {
-        (on_cpu_ ? cpu_out_ : out_) = y;
+        if (on_cpu) {
+            y = ggml_map_custom1_inplace(ctx, y, compute_cpu_done, 1, node_);
+        }
+        (on_cpu ? cpu_out_ : out_) = y;
         ggml_build_forward_expand(g_.gf, y);
-        if (!last_) {
+        if (pass_ + 1 < n_passes()) {
             return y;
         }
         if (has_cpu_) {
             y = ggml_add(ctx, out_, cpu_out_);
         }
     }
-    if (scale) {
-        ggml_tensor * s = ggml_reshape_3d(ctx, scale, 1, scale->ne[0], 1);
-        s = ggml_repeat_4d(ctx, s, 1, scale->ne[0], x->ne[2], 1);
-        y = ggml_mul(ctx, y, ggml_get_rows(ctx, s, ids_));
-    }
-    return y;
+    return scale ? scaled(y, scale, x->ne[2]) : y;
 }
 
-ggml_tensor * hobbit_moe::kept_ids() const {
-    return ggml_view_2d(g_.ctx0, route0_, route0_->ne[0], route0_->ne[1], route0_->nb[1], 2 * route0_->nb[2]);
-}
+ggml_tensor * hobbit_moe::kept_ids() const { return resident_ ? ids_ : plane(dev0_, PLANE_KEPT); }

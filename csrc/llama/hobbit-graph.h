@@ -1,15 +1,28 @@
 // hobbit-graph.h - the hook in llm_graph_context::build_moe_ffn.
 //
-// One object per call. It is inert for experts that are resident. For offloaded ones it puts, for each
-// wave (csrc/core/engine.h), in place of one product with all experts
+// One object per call. It is inert for experts that are resident in the main file. For offloaded ones it puts, in
+// place of one product with all experts, one or more passes of
 //
-//   route = custom(selected_experts, weights)       on the host: plans, waits for gate and up, gives slot ids
-//   y     = mul_mat_id(bank_high, x, ids_high)      rows of the wave's high copies, the others zero
-//   y     = mul_mat_id(bank_low,  x, ids_low) -> y  rows of its low copies, the others untouched
-//   late  = custom(route)                           waits for down
+//   y = mul_mat_id(bank_high, x, ids_high)          rows of the wave's high copies, the others zero
+//   y = mul_mat_id(bank_low,  x, ids_low) -> y      rows of its low copies, the others untouched
 //
-// and the same for down, where all waves write into one tensor. Rows of skipped experts stay zero. Misses that
-// the CPU computes are products with the copies in host memory, rows added to the others.
+// where the ids come from a custom operation on the host. For down all passes write into one tensor; rows of skipped
+// experts stay zero.
+//
+// Slots in host memory, or large batches: a route operation before each wave plans, waits for gate and up and
+// gives the ids; a second one (late) waits for down.
+//
+//   route 0 | products 0 | [CPU's part] | route 1 | products 1 | ...
+//
+// A few tokens with slots on a device: one route operation gives the ids of all waves, and the device waits.
+// Everything crosses once: router's choice and layer's input to the host in one tensor, all ids back in another.
+//
+//   pack -> route | products 0 (hits) | arrive: device waits for loads | products 1 | CPU's part | sum
+//
+// The CPU's part are products with the copies in host memory. A divided expert is in both: the device has the first
+// units of its inner width (what it computes of the others is multiplied by zero), the CPU the tail.
+//
+// A group of layers whose slots hold all experts needs none of this: its bank is the model's tensor.
 
 #pragma once
 
@@ -25,8 +38,7 @@ class hobbit_moe {
     bool active() const { return h_ != nullptr; }
     int  n_passes() const { return n_waves_ + has_cpu_; }
 
-    // The first pass is wave 0, the last ones are the other waves; between them the CPU's part, if there is one:
-    // it runs while the device computes wave 0 and the others load. Returns the layer's input for this pass.
+    // Returns the layer's input for this pass.
     ggml_tensor * begin_pass(int pass, ggml_tensor * x);
 
     // w: an expert tensor of this layer; x [n_in, 1 or n_used, n_tokens]; scale [n_expert] or null
@@ -36,21 +48,36 @@ class hobbit_moe {
     ggml_tensor * kept_ids() const;
 
   private:
+    void begin_wave(ggml_tensor * x);
+    void begin_cpu(ggml_tensor * x);
+    ggml_tensor * plane(ggml_tensor * t, int i) const; // [n_used, n_tokens]
+    ggml_tensor * product(const ggml_tensor * w, ggml_tensor * bank, ggml_tensor * x, ggml_tensor * ids, ggml_tensor * onto, bool down) const;
+    ggml_tensor * scaled(ggml_tensor * y, ggml_tensor * scale, int64_t n_tokens) const;
+
     const llm_graph_context & g_;
     hobbit * h_ = nullptr;
-    int layer_   = -1;
-    int n_waves_ = 1;
-    int wave_    = 0;
-    bool has_cpu_ = false;
-    bool on_cpu_  = false;  // this pass is the CPU's part
-    bool last_    = false;
+    const hobbit::group_banks * banks_ = nullptr;
+    int layer_    = -1;
+    int n_waves_  = 1;
+    int wave_     = 0;
+    int pass_     = 0;
+    int cpu_pass_ = -1;         // the pass that is the CPU's part
+    bool has_cpu_  = false;
+    bool resident_ = false;
+    bool at_once_  = false;
+    bool divided_  = false;     // experts may be
+    void * compute_ = nullptr;  // the back end that computes with the slots, where they are on a device
     ggml_tensor * ids_;
     ggml_tensor * weights_;
-    ggml_tensor * route0_ = nullptr; // I32 [n_used, n_tokens, 5]: slots of high copies, of low copies, kept experts, the CPU's high and low ones
+    ggml_tensor * route0_ = nullptr; // I32 [n_used, n_tokens, N_PLANES], see hobbit-graph.cpp
+    ggml_tensor * dev0_   = nullptr; // the same where the slots are
     ggml_tensor * route_  = nullptr; // the running wave's
+    ggml_tensor * dev_    = nullptr;
     ggml_tensor * late_   = nullptr; // I32 [n_used, n_tokens, 2]
     ggml_tensor * out_    = nullptr; // the layer's rows so far
     ggml_tensor * cpu_out_ = nullptr;
+    ggml_tensor * pack_    = nullptr; // F32 [n_in + 2*n_used, n_tokens]
     ggml_tensor * cpu_x_   = nullptr; // the layer's input on the host
     class hobbit_graph_input * input_ = nullptr;
+    struct hobbit_graph_node * node_  = nullptr; // of the running wave
 };

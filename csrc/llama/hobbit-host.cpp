@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <atomic>
 #include <fstream>
-#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
@@ -45,6 +44,7 @@ bool hobbit_wants_host_copies(const hobbit & h, const hob::budget & b, ggml_back
 
 void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget & b, hob::storage & files, ggml_backend_dev_t device) {
     ggml_backend_buffer_type_t buft = device ? ggml_backend_dev_host_buffer_type(device) : nullptr;
+    b.host_pinned = buft != nullptr; // until a buffer turns out not to be
     if (!buft) {
         buft = ggml_backend_cpu_buffer_type();
     }
@@ -72,6 +72,7 @@ void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget
                 throw std::runtime_error("out of memory: " + std::to_string(total) + " bytes of host memory for the copies of one layer's experts");
             }
             h.bank_bufs.emplace_back(buf);
+            b.host_pinned = b.host_pinned && ggml_backend_buffer_get_type(buf) == buft;
             ggml_backend_buffer_set_usage(buf, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
             uint8_t * at = (uint8_t *) pad((size_t) ggml_backend_buffer_get_base(buf));
             for (int p = 0; p < sl.n_proj; ++p) {
@@ -113,76 +114,68 @@ void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget
     if (!error.empty()) {
         throw std::runtime_error(error);
     }
+    if (device && !b.host_pinned) {
+        LLAMA_LOG_WARN("%s: pinned memory was refused for the experts' host copies: they are in ordinary memory, from which copies to %s "
+                       "are several times slower (raise the limit on locked memory, ulimit -l, or unset GGML_CUDA_NO_PINNED)\n", __func__, ggml_backend_dev_name(device));
+    }
     const double s = (hob::now_us() - t0) / 1e6;
     LLAMA_LOG_INFO("%s: %.1f MiB of expert copies read into %s in %.1f s\n", __func__, b.host / 1048576.0, ggml_backend_buft_name(buft), s);
 }
 
-std::function<void(size_t, const void *, size_t)> hobbit_uploader(ggml_tensor * bank) {
-    ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(bank->buffer));
-    ggml_backend_dev_props props;
-    ggml_backend_dev_get_props(dev, &props);
-    if (!props.caps.async) {
-        return [bank](size_t offset, const void * data, size_t n) { ggml_backend_tensor_set(bank, data, offset, n); };
-    }
-    return [bank, dev](size_t offset, const void * data, size_t n) {
-        // freed when the thread ends, which is before the banks go
-        static thread_local std::map<ggml_backend_dev_t, ggml_backend_ptr> streams;
-        ggml_backend_ptr & stream = streams[dev];
-        if (!stream) {
-            stream.reset(ggml_backend_dev_init(dev, nullptr));
-        }
-        ggml_backend_tensor_set_async(stream.get(), bank, data, offset, n);
-        ggml_backend_synchronize(stream.get());
-    };
-}
-
 void hobbit_measure_speeds(hobbit & h, const hob::model_layout & layout, hob::budget & b) {
-    // link: the first bank's slots, written from several threads as the loader does
+    constexpr double SECONDS = 0.1;
     const hob::layer_layout & l = layout.layers[0];
     const hob::group_layout & g = layout.groups[l.group];
     const hob::bank & bank = g.banks[hob::COPY_HIGH][0];
     const hob::slab & slab = l.src[hob::COPY_HIGH][0];
-    const auto run = [&](int n_threads, double seconds, const std::function<size_t(int)> & step) {
+    b.miss       = h.params.miss;
+    b.link_speed = h.params.link_speed;
+    b.cpu_speed  = h.params.cpu_speed;
+    const bool given = b.link_speed > 0.0;
+    if (!given && !bank.base) {
+        // as misses are brought: whole matrices into slots, from one copy after another
+        uint64_t bytes = 0;
+        const int64_t t0 = hob::now_us();
+        for (int e = 0; hob::now_us() - t0 < (int64_t) (SECONDS * 1e6); ++e) {
+            const size_t   to   = (size_t) (e % g.n_slots[hob::COPY_HIGH]) * bank.stride;
+            const uint8_t * from = slab.host + (size_t) (e % l.n_expert) * slab.bytes;
+            if (bank.link) {
+                bank.link->copy(bank, to, from, slab.bytes, 1, 0, 0);
+                bank.link->wait(bank.link->mark());
+            } else {
+                bank.write(to, from, slab.bytes);
+            }
+            bytes += slab.bytes;
+        }
+        b.link_speed = (double) bytes / ((hob::now_us() - t0) / 1e6);
+    }
+    if (!given) {
+        // CPU: reading experts from memory bounds its products
         std::atomic<uint64_t> bytes{ 0 };
+        std::atomic<uint64_t> sink{ 0 };
+        std::atomic<uint64_t> cursor{ 0 };
+        const uint64_t total = slab.bytes * l.n_expert;
+        const size_t n = (size_t) std::min<uint64_t>(4 << 20, total);
         std::vector<std::thread> threads;
         const int64_t t0 = hob::now_us();
-        for (int i = 0; i < n_threads; ++i) {
-            threads.emplace_back([&, i] {
-                while (hob::now_us() - t0 < (int64_t) (seconds * 1e6)) {
-                    bytes += step(i);
+        for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i) {
+            threads.emplace_back([&] {
+                while (hob::now_us() - t0 < (int64_t) (SECONDS * 1e6)) {
+                    const uint64_t * x = (const uint64_t *) (slab.host + (cursor += n) % (total - n + 1) / 8 * 8);
+                    uint64_t sum = 0;
+                    for (size_t k = 0; k < n / 8; ++k) {
+                        sum += x[k];
+                    }
+                    sink  += sum;
+                    bytes += n;
                 }
             });
         }
         for (std::thread & t : threads) {
             t.join();
         }
-        return (double) bytes / ((hob::now_us() - t0) / 1e6);
-    };
-    if (!bank.base) {
-        std::atomic<int> expert{ 0 };
-        b.link_speed = run(h.params.n_io_threads, 0.1, [&](int) {
-            const int e = expert++;
-            const size_t n = (size_t) std::min<uint64_t>(slab.bytes, hob::LINK_CHUNK);
-            bank.write((size_t) (e % g.n_slots[hob::COPY_HIGH]) * bank.stride, slab.host + (size_t) (e % l.n_expert) * slab.bytes, n);
-            return n;
-        });
+        b.cpu_speed = 0.75 * (double) bytes / ((hob::now_us() - t0) / 1e6);
     }
-    // CPU: reading experts from memory bounds its products
-    std::atomic<uint64_t> sink{ 0 };
-    std::atomic<uint64_t> cursor{ 0 };
-    const uint64_t total = slab.bytes * l.n_expert;
-    b.cpu_speed = 0.75 * run(std::max(1u, std::thread::hardware_concurrency()), 0.1, [&](int) {
-        const size_t n = (size_t) std::min<uint64_t>(4 << 20, total);
-        const uint64_t at = (cursor += n) % (total - n + 1) / 8 * 8;
-        uint64_t sum = 0;
-        const uint64_t * x = (const uint64_t *) (slab.host + at);
-        for (size_t i = 0; i < n / 8; ++i) {
-            sum += x[i];
-        }
-        sink += sum;
-        return n;
-    });
-    b.miss = h.params.miss;
-    LLAMA_LOG_INFO("%s: link %.1f GB/s, CPU %.1f GB/s; misses: %s\n", __func__, b.link_speed / 1e9, b.cpu_speed / 1e9,
+    LLAMA_LOG_INFO("%s: link %.1f GB/s, CPU %.1f GB/s%s; misses: %s\n", __func__, b.link_speed / 1e9, b.cpu_speed / 1e9, given ? " (given)" : "",
         b.miss == HOBBIT_MISS_FETCH ? "fetch" : b.miss == HOBBIT_MISS_CPU ? "cpu" : "auto");
 }

@@ -12,8 +12,5 @@ bool hobbit_wants_host_copies(const hobbit & h, const hob::budget & b, ggml_back
 // Read them, into pinned memory where device is one that copies from there, and point the slabs at them.
 void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget & b, hob::storage & files, ggml_backend_dev_t device);
 
-// Writes into a bank that the CPU cannot write: each calling thread has a stream of its own on the bank's device.
-std::function<void(size_t, const void *, size_t)> hobbit_uploader(ggml_tensor * bank);
-
 // Speeds of the link and of the CPU, by which misses are divided; and how they are served.
 void hobbit_measure_speeds(hobbit & h, const hob::model_layout & layout, hob::budget & b);

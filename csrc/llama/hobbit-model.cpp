@@ -5,6 +5,7 @@
 #include "llama-model.h"
 
 #include "hobbit-host.h"
+#include "hobbit-link.h"
 
 #include <algorithm>
 #include <cstring>
@@ -59,6 +60,46 @@ struct group_plan {
     const hobbit_sidecar_layer * example;
 };
 
+// Units of the inner width that an expert can be divided in: whole blocks of every type that meets there; rows of
+// down are copied one by one then, and links are slow with short ones.
+void divide_experts(const hobbit_sidecar & sc, const hobbit_sidecar_layer & sl, hob::group_layout & g) {
+    constexpr int64_t MIN_UNIT       = 64;
+    constexpr size_t  MIN_UNIT_BYTES = 512;  // of a row, at high precision
+    constexpr size_t  MIN_ROW_BYTES  = 4096;
+    constexpr int     MAX_UNITS      = 64;
+    const hobbit_expert_tensor & down = sc.tensors[sl.tensors[sl.n_proj - 1]];
+    const int64_t n_ff = down.ne[0];
+    int64_t unit = MIN_UNIT;
+    for (int c = 0; c < hob::N_COPIES; ++c) {
+        unit = std::max(unit, ggml_blck_size(down.type[c]));
+        for (int p = 0; p < sl.n_proj; ++p) {
+            const hobbit_expert_tensor & t = sc.tensors[sl.tensors[p]];
+            g.row_bytes[c][p] = ggml_row_size(t.type[c], t.ne[0]);
+        }
+    }
+    if (g.row_bytes[hob::COPY_HIGH][sl.n_proj - 1] < MIN_ROW_BYTES) {
+        return;
+    }
+    while (ggml_row_size(down.type[hob::COPY_HIGH], unit) < MIN_UNIT_BYTES) {
+        unit *= 2;
+    }
+    while (n_ff / unit > MAX_UNITS) {
+        unit *= 2;
+    }
+    if (n_ff % unit != 0 || n_ff / unit < 2) {
+        return;
+    }
+    for (int p = 0; p + 1 < sl.n_proj; ++p) {
+        const hobbit_expert_tensor & t = sc.tensors[sl.tensors[p]];
+        if (t.ne[1] % n_ff != 0) {
+            return;
+        }
+        g.n_parts[p] = (int) (t.ne[1] / n_ff);
+    }
+    g.unit    = (int) unit;
+    g.n_units = (int) (n_ff / unit);
+}
+
 // Layers and groups without slots. n_used, buft per layer; buft null: not known yet.
 hob::model_layout lay_out(const hobbit_sidecar & sc, const std::vector<int> & n_used, const std::vector<ggml_backend_buffer_type_t> & buft,
                           std::vector<group_plan> & plans) {
@@ -90,6 +131,7 @@ hob::model_layout lay_out(const hobbit_sidecar & sc, const std::vector<int> & n_
             g.n_used   = l.n_used;
             g.n_proj   = sl.n_proj;
             memcpy(g.proj_bytes, bytes, sizeof(bytes));
+            divide_experts(sc, sl, g);
             out.groups.push_back(g);
             plans.push_back({ buft[i], &sl });
         }
@@ -98,6 +140,28 @@ hob::model_layout lay_out(const hobbit_sidecar & sc, const std::vector<int> & n_
         out.layers.push_back(l);
     }
     return out;
+}
+
+// Products of CUDA's quantized kernels read a little beyond the last expert.
+constexpr size_t READ_BEYOND = 1u << 20;
+
+// Bytes for expert slots and what goes with them, if each device keeps so many free. Experts are divided among the
+// devices as llama.cpp divided the layers: the one with the least room for its part decides.
+uint64_t room_on_devices(const hob::model_layout & layout, const std::vector<group_plan> & plans, uint64_t keep, const hob::budget & b) {
+    std::map<ggml_backend_dev_t, uint64_t> experts; // bytes at high precision
+    for (size_t i = 0; i < layout.groups.size(); ++i) {
+        const hob::group_layout & g = layout.groups[i];
+        experts[ggml_backend_buft_get_device(plans[i].buft)] += (uint64_t) g.n_experts_total() * g.expert_bytes(hob::COPY_HIGH);
+    }
+    double room = 2.0 * (double) b.high + (double) b.floor; // all experts, and more
+    for (const auto & [dev, bytes] : experts) {
+        size_t free = 0, total = 0;
+        ggml_backend_dev_memory(dev, &free, &total);
+        const double left = free > keep + READ_BEYOND ? (double) (free - keep - READ_BEYOND) : 0.0;
+        LLAMA_LOG_INFO("%s: %s: %.1f MiB free, %.1f MiB of them kept for contexts\n", __func__, ggml_backend_dev_name(dev), free / 1048576.0, keep / 1048576.0);
+        room = std::min(room, left * ((double) b.high / (double) bytes));
+    }
+    return (uint64_t) room;
 }
 
 void check_pair(const hobbit_sidecar & sc, const gguf_context * main_meta, const std::string & main_path) {
@@ -182,6 +246,9 @@ void hobbit_start(hobbit & h, const llama_model & model) {
     hob::model_layout layout = lay_out(h.sidecar, n_used, bufts, plans);
 
     hob::budget b = hob::measure(layout, h.params, hob::records(layout).bytes());
+    if (h.params.budget_kind == HOBBIT_BUDGET_DEVICE) {
+        b.total = room_on_devices(layout, plans, h.params.cache_bytes, b);
+    }
     const std::string err = hob::divide(layout, h.params, b);
     if (!err.empty()) {
         throw std::runtime_error(err);
@@ -198,13 +265,14 @@ void hobbit_start(hobbit & h, const llama_model & model) {
         hobbit_load_host_copies(h, layout, b, *files, device);
     }
 
-    h.bank_ctx.reset(ggml_init({ ggml_tensor_overhead() * layout.groups.size() * hob::N_COPIES * hob::MAX_PROJ, nullptr, /*.no_alloc =*/ true }));
+    h.bank_ctx.reset(ggml_init({ ggml_tensor_overhead() * layout.groups.size() * (hob::N_COPIES * hob::MAX_PROJ + 1), nullptr, /*.no_alloc =*/ true }));
     for (size_t gi = 0; gi < layout.groups.size(); ++gi) {
         hob::group_layout & g = layout.groups[gi];
         const group_plan & plan = plans[gi];
         h.banks.emplace_back();
         hobbit::group_banks & gb = h.banks.back();
         gb.buft_name = ggml_backend_buft_name(plan.buft);
+        gb.dev       = ggml_backend_buft_get_device(plan.buft);
 
         // one buffer a group: tensors on page boundaries, so that aligned slots can be read into directly
         const size_t align = std::max(hob::IO_ALIGN, ggml_backend_buft_get_alignment(plan.buft));
@@ -223,12 +291,22 @@ void hobbit_start(hobbit & h, const llama_model & model) {
                 total += pad(ggml_backend_buft_get_alloc_size(plan.buft, gb.tensor[c][p]));
             }
         }
+        if (h.host.empty()) {
+            g.n_units = 1; // what is read from files is read whole
+        } else if (g.n_units > 1) {
+            gb.heads = ggml_new_tensor_2d(h.bank_ctx.get(), GGML_TYPE_F32, (int64_t) g.n_units * g.unit, g.n_units + 1);
+            total += pad(ggml_nbytes(gb.heads));
+        }
+        total += READ_BEYOND;
         ggml_backend_buffer_t buf = ggml_backend_buft_alloc_buffer(plan.buft, total);
         if (!buf) {
             throw std::runtime_error("out of memory: " + std::to_string(total) + " bytes for expert slots in " + gb.buft_name);
         }
         h.bank_bufs.emplace_back(buf);
         ggml_backend_buffer_set_usage(buf, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        if (!ggml_backend_buffer_is_host(buf)) {
+            ggml_backend_buffer_clear(buf, 0); // products with the part of a divided expert read the whole slot: no NaN may be there
+        }
         const bool host = ggml_backend_buffer_is_host(buf);
         uint8_t * at = (uint8_t *) ggml_backend_buffer_get_base(buf);
         at += pad((size_t) at) - (size_t) at;
@@ -246,16 +324,34 @@ void hobbit_start(hobbit & h, const llama_model & model) {
                 bank.stride = t->nb[2];
                 if (host) {
                     bank.base = (uint8_t *) t->data;
-                } else {
-                    bank.write = hobbit_uploader(t);
+                    continue;
                 }
+                bank.write = hobbit_uploader(t);
+                if (h.links.count(gb.dev) == 0) {
+                    h.links[gb.dev] = h.host.empty() ? nullptr : hobbit_make_link(gb.dev);
+                }
+                bank.link   = h.links[gb.dev].get();
+                bank.memory = t;
             }
         }
+        if (!host && !g.has_link()) {
+            g.n_units = 1;
+        }
+        if (gb.heads) {
+            ggml_backend_tensor_alloc(buf, gb.heads, at);
+            const int64_t n_ff = gb.heads->ne[0];
+            std::vector<float> heads(n_ff * (g.n_units + 1));
+            for (int u = 0; u <= g.n_units; ++u) {
+                std::fill_n(heads.begin() + u * n_ff, u * g.unit, 1.0f);
+            }
+            ggml_backend_tensor_set(gb.heads, heads.data(), 0, heads.size() * sizeof(float));
+        }
     }
-    if (!h.host.empty() && (device || h.params.miss == HOBBIT_MISS_CPU)) {
+    if (!h.host.empty() && (device || h.params.miss == HOBBIT_MISS_CPU || h.params.link_speed > 0.0)) {
         hobbit_measure_speeds(h, layout, b);
     }
     h.engine = std::make_unique<hob::engine>(std::move(layout), h.params, b, std::move(files));
+    h.engine->fill_whole_groups();
 
     const hobbit_info info = h.engine->info();
     LLAMA_LOG_INFO("%s: expert offloading: budget %.1f MiB of %.1f MiB (floor %.1f MiB), %d layers in %d group(s), T1 %.3f, T2 %.3f, %s reads\n", __func__,
@@ -267,8 +363,8 @@ size_t hobbit_extra_nodes(const hobbit * h, uint32_t n_tokens) {
     if (!h || !h->engine) {
         return 0;
     }
-    // a wave, or the CPU's part: route, late, their views (4), products (2 a projection), the activation between them
-    constexpr size_t NODES_PER_WAVE = 32;
+    // a wave, or the CPU's part: pack, route and what waits, their views, products (2 a projection), the activation between them
+    constexpr size_t NODES_PER_WAVE = 40;
     size_t n = 0;
     for (size_t l = 0; l < h->engine->layout().layers.size(); ++l) {
         const auto & layer = h->engine->layout().layers[l];

@@ -11,6 +11,7 @@
 #include "ggml-cpp.h"
 #include "llama.h"
 
+#include <map>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -32,8 +33,10 @@ struct hobbit {
     // --- known after start ---
     struct group_banks {
         ggml_tensor * tensor[hob::N_COPIES][hob::MAX_PROJ] = {}; // [n_in, n_out, n_slots], null: no slots
+        ggml_tensor * heads = nullptr; // F32 [inner width, n_units + 1]: row u is 1 up to unit u, then 0; null: experts are not divided
         std::string   types[hob::N_COPIES];
         std::string   buft_name;
+        ggml_backend_dev_t dev = nullptr;
     };
     std::vector<group_banks> banks; // [group]
     ggml_context_ptr bank_ctx;
@@ -45,6 +48,7 @@ struct hobbit {
     std::vector<host_copies> host; // [layer]
     ggml_context_ptr host_ctx;
     std::vector<ggml_backend_buffer_ptr> bank_bufs;
+    std::map<ggml_backend_dev_t, std::unique_ptr<hob::device_link>> links;
     std::unique_ptr<hob::engine> engine; // freed first: its threads write into the banks
 
     std::string last_decode_error;
