@@ -150,6 +150,9 @@ void driver::layer(int layer, int n_tokens, int n_used, const std::vector<int32_
         std::fill(high.begin(), high.end(), -99);
         low = kept = high2 = low2 = high;
         engine->route(req, wave, { high.data(), low.data(), kept.data() });
+        if (engine->at_once(layer, n_tokens, n_used)) {
+            engine->arrive(wave, nullptr);
+        }
         check_wave(layer, n, experts, high, low, 0, n_proj - 1);
         if (computing) {
             computing(); // gate and up

@@ -11,6 +11,16 @@ fake_model::fake_model(const std::vector<group_spec> & groups, const std::vector
         g.n_used   = s.n_used;
         g.n_proj   = s.n_proj;
         memcpy(g.proj_bytes, s.bytes, sizeof(s.bytes));
+        if (s.n_units > 1) { // a byte is a column of down, a row of gate and up
+            g.n_units = s.n_units;
+            g.unit    = (int) s.bytes[COPY_HIGH][s.n_proj - 1] / 4 / s.n_units;
+            for (int p = 0; p < s.n_proj; ++p) {
+                g.n_parts[p] = s.n_parts[p];
+                for (int c = 0; c < N_COPIES; ++c) {
+                    g.row_bytes[c][p] = p + 1 == s.n_proj ? s.bytes[c][p] / 4 : 1; // down has 4 rows
+                }
+            }
+        }
         layout.groups.push_back(g);
     }
     layout.files = { "high", "low" };
@@ -40,6 +50,13 @@ fake_model::fake_model(const std::vector<group_spec> & groups, const std::vector
         }
         layout.layers.push_back(l);
     }
+    for (layer_layout & l : layout.layers) {
+        for (int c = 0; c < N_COPIES && specs_[l.group].link; ++c) {
+            for (int p = 0; p < layout.groups[l.group].n_proj; ++p) {
+                l.src[c][p].host = files[c].data() + l.src[c][p].offset;
+            }
+        }
+    }
 }
 
 void fake_model::place_slots() {
@@ -51,7 +68,9 @@ void fake_model::place_slots() {
                 b.stride = g.proj_bytes[c][p];
                 banks.push_back(std::make_unique<std::vector<uint8_t>>(b.stride * g.n_slots[c] + 1, (uint8_t) 0xee));
                 uint8_t * base = banks.back()->data();
-                b.base  = specs_[gi].host ? base : nullptr;
+                b.base  = specs_[gi].host && !specs_[gi].link ? base : nullptr;
+                b.link  = specs_[gi].link ? &link : nullptr;
+                b.memory = base;
                 b.write = [base](size_t offset, const void * data, size_t n) { memcpy(base + offset, data, n); };
             }
         }
@@ -84,6 +103,45 @@ bool fake_model::holds(int layer, int expert, int copy, int slot, int proj) cons
     at += copy * g.n_proj + proj;
     const size_t n = g.proj_bytes[copy][proj];
     return memcmp(banks[at]->data() + slot * n, truth(layer, expert, copy, proj), n) == 0;
+}
+
+bool fake_model::holds_part(int layer, int expert, int copy, int slot, int proj, int units) const {
+    const int gi = layout.layers[layer].group;
+    const group_layout & g = layout.groups[gi];
+    const uint8_t * is   = (const uint8_t *) g.banks[copy][proj].memory + (size_t) slot * g.proj_bytes[copy][proj];
+    const uint8_t * want = truth(layer, expert, copy, proj);
+    const size_t pieces = proj + 1 == g.n_proj ? g.proj_bytes[copy][proj] / g.row_bytes[copy][proj] : g.n_parts[proj];
+    const size_t stride = g.proj_bytes[copy][proj] / pieces;
+    for (size_t i = 0; i < pieces; ++i) {
+        if (memcmp(is + i * stride, want + i * stride, stride / g.n_units * units) != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void fake_link::copy(const bank & to, size_t offset, const uint8_t * from, size_t n, size_t rows, size_t stride_to, size_t stride_from) {
+    for (size_t i = 0; i < rows; ++i) {
+        queue_.push_back({ (uint8_t *) to.memory + offset + i * stride_to, from + i * stride_from, n, tickets_ + 1 });
+    }
+    marked_ = false;
+}
+
+uint64_t fake_link::mark() {
+    tickets_ += !marked_;
+    marked_ = true;
+    return tickets_;
+}
+
+void fake_link::before(void *, uint64_t ticket) {
+    for (; !queue_.empty() && queue_.front().ticket <= ticket; queue_.pop_front()) {
+        memcpy(queue_.front().to, queue_.front().from, queue_.front().n);
+    }
+}
+
+void fake_link::wait(uint64_t ticket) {
+    n_waits++;
+    before(nullptr, ticket);
 }
 
 fake_model::place fake_model::whose(int file, uint64_t offset) const {

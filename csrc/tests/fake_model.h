@@ -7,6 +7,7 @@
 #include "storage.h"
 
 #include <atomic>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -19,12 +20,35 @@ struct group_spec {
     int    n_proj;
     size_t bytes[hob::N_COPIES][hob::MAX_PROJ]; // one expert
     bool   host = true;                         // false: slots are reached through bank::write only
+    bool   link = false;                        // slots are reached by a link; all copies are in host memory
+    int    n_units = 1;                         // experts can be divided in so many
+    int    n_parts[hob::MAX_PROJ] = { 1, 1, 1 };
+};
+
+// A link as lazy as a link may be: nothing is copied before somebody waits for it.
+class fake_link : public hob::device_link {
+  public:
+    void copy(const hob::bank & to, size_t offset, const uint8_t * from, size_t n, size_t rows, size_t stride_to, size_t stride_from) override;
+    uint64_t mark() override;
+    void before(void * compute, uint64_t ticket) override;
+    void wait(uint64_t ticket) override;
+
+    int n_waits = 0; // of the host
+    size_t queued() const { return queue_.size(); }
+
+  private:
+    struct piece { uint8_t * to; const uint8_t * from; size_t n; uint64_t ticket; };
+    std::deque<piece> queue_;
+    uint64_t tickets_ = 0;
+    bool marked_ = true;
 };
 
 struct fake_model {
     hob::model_layout layout;                                 // no slots before place_slots()
     std::vector<std::vector<uint8_t>> files;                  // one per copy_kind
     std::vector<std::unique_ptr<std::vector<uint8_t>>> banks; // memory of the slots
+
+    fake_link link;
 
     // layer i belongs to group group_of[i]
     fake_model(const std::vector<group_spec> & groups, const std::vector<int> & group_of);
@@ -38,6 +62,9 @@ struct fake_model {
 
     // Does that slot hold exactly this expert?
     bool holds(int layer, int expert, int copy, int slot, int proj) const;
+
+    // Does that slot hold the first units of this expert's inner width?
+    bool holds_part(int layer, int expert, int copy, int slot, int proj, int units) const;
 
     // Whose bytes are at this place of a file? For messages and counters.
     struct place { int layer; int expert; int copy; int proj; };

@@ -1,0 +1,252 @@
+// Slots on a device: copies by a link that runs only when somebody waits for it, misses that the CPU computes in
+// part, layers that are there for good.
+
+#include "check.h"
+#include "driver.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+using namespace hob;
+
+namespace {
+
+group_spec linked(int n_expert, int n_used, size_t scale = 1, int n_units = 8) {
+    group_spec s = { n_expert, n_used, 3, { { 256 * scale, 128 * scale, 512 * scale }, { 128 * scale, 64 * scale, 256 * scale } } };
+    s.link = true;
+    s.n_units = n_units;
+    s.n_parts[0] = 2;
+    return s;
+}
+
+budget divided_by(const fake_model & m, const hobbit_params & p, int miss) {
+    budget b = measure(m.layout, p, records(m.layout).bytes());
+    b.miss = miss;
+    b.link_speed = p.link_speed;
+    b.cpu_speed  = p.cpu_speed;
+    return b;
+}
+
+} // namespace
+
+TEST(link_brings_what_is_handed_out) {
+    random_router r(check::seed);
+    const int n_expert = 10, n_used = 3;
+    for (int slots : { 3, 4, 6, 11, 20 }) {
+        fake_model m({ linked(n_expert, n_used) }, { 0, 0 });
+        m.place_slots(slots, 2);
+        driver d(m, test_params(0.5f, 0.9f));
+        int32_t next = 0;
+        for (int step = 0; step < 60; ++step) {
+            const int n_tokens = step % 7 == 0 ? 40 : 1 + r.below(4);
+            const int n = n_tokens * n_used;
+            std::vector<int32_t> e(n), seq(n_tokens, 0), pos;
+            std::vector<float> w(n);
+            d.begin();
+            for (int layer = 0; layer < 2; ++layer) {
+                pos.clear();
+                for (int t = 0; t < n_tokens; ++t) {
+                    r.token(layer, n_expert, n_used, &e[t * n_used], &w[t * n_used]);
+                    pos.push_back(next + t);
+                }
+                d.layer(layer, n_tokens, n_used, e, w, seq, pos, layer == 0);
+            }
+            next += n_tokens;
+            CHECK(d.end());
+            CHECK_EQ(m.link.queued(), (size_t) 0); // nothing is under way between graphs
+        }
+        d.check_stats();
+        CHECK(d.engine->consistent());
+        CHECK_EQ(d.files->n_reads.load(), (uint64_t) 0);
+    }
+}
+
+// Every choice is served once: by a slot, by the CPU, or by both, each with its part.
+TEST(link_and_cpu_share_a_layer) {
+    random_router r(check::seed);
+    r.odd_weights = false;
+    const int n_expert = 10, n_used = 3;
+    for (double cpu_speed : { 1.0, 3.0, 0.2 }) {
+        for (size_t scale : { (size_t) 1, (size_t) 100000 }) { // large experts: hits in a wave of their own
+            if (scale > 1 && cpu_speed != 3.0) {
+                continue;
+            }
+            fake_model m({ linked(n_expert, n_used, scale) }, { 0, 0 });
+            m.place_slots(6, 2);
+            hobbit_params p = test_params(0.5f, 0.9f);
+            p.link_speed = 1.0;
+            p.cpu_speed  = cpu_speed;
+            p.admit      = HOBBIT_ADMIT_NEVER;
+            engine e(m.layout, p, divided_by(m, p, HOBBIT_MISS_AUTO), std::make_unique<fake_storage>(m));
+            const group_layout & g = m.layout.groups[0];
+            uint64_t divided = 0, whole_cpu = 0, loaded = 0, by_cpu = 0;
+            for (int step = 0; step < (scale > 1 ? 6 : 200); ++step) {
+                e.begin_graph();
+                for (int layer = 0; layer < 2; ++layer) {
+                    int32_t ids[3], zero = 0, at = step;
+                    float w[3];
+                    r.token(layer, n_expert, n_used, ids, w);
+                    CHECK(e.at_once(layer, 1, n_used));
+                    const int n_waves = e.waves(layer, 1, n_used);
+                    CHECK_EQ(n_waves, scale > 1 ? 2 : 1);
+                    int32_t high[2][3], low[2][3], kept[3], cpu[2][3], units[3], tail[3];
+                    for (int wave = 0; wave < n_waves; ++wave) {
+                        route_result out = { high[wave], low[wave], kept, { cpu[0], cpu[1] }, units, tail };
+                        e.route({ layer, 1, n_used, n_waves, ids, w, &e, &zero, &at, layer == 0 }, wave, out);
+                    }
+                    for (int wave = 0; wave < n_waves; ++wave) {
+                        e.arrive(wave, nullptr);
+                    }
+                    const std::vector<int32_t> wanted = rule_of_token(w, n_used, 0.5f, 0.9f);
+                    for (int i = 0; i < n_used; ++i) {
+                        int slot = -1, copy = -1, times = 0;
+                        for (int wave = 0; wave < n_waves; ++wave) {
+                            for (int c = 0; c < N_COPIES; ++c) {
+                                const int s = (c == COPY_HIGH ? high : low)[wave][i];
+                                if (s >= 0) {
+                                    slot = s;
+                                    copy = c;
+                                    times++;
+                                }
+                            }
+                        }
+                        CHECK(times <= 1);
+                        const int on_cpu = cpu[0][i] >= 0 ? COPY_HIGH : cpu[1][i] >= 0 ? COPY_LOW : -1;
+                        CHECK(cpu[0][i] < 0 || cpu[1][i] < 0);
+                        if (kept[i] < 0) {
+                            CHECK(slot < 0 && on_cpu < 0 && wanted[i] == HOBBIT_SKIP);
+                            continue;
+                        }
+                        CHECK_EQ(kept[i], ids[i]);
+                        CHECK(slot >= 0 || on_cpu >= 0);
+                        CHECK(wanted[i] != HOBBIT_HIGH || (slot >= 0 ? copy : on_cpu) == COPY_HIGH);
+                        if (on_cpu >= 0) {
+                            CHECK_EQ(cpu[on_cpu][i], ids[i]);
+                            by_cpu += g.expert_bytes(on_cpu) / g.n_units * (slot >= 0 ? g.n_units - units[i] : g.n_units);
+                        }
+                        if (slot >= 0 && on_cpu >= 0) {
+                            divided++;
+                            CHECK_EQ(copy, on_cpu);
+                            CHECK(units[i] > 0 && units[i] < g.n_units);
+                            CHECK_EQ(tail[i], units[i] * g.unit);
+                            for (int proj = 0; proj < g.n_proj; ++proj) {
+                                CHECK(m.holds_part(layer, ids[i], copy, slot, proj, units[i]));
+                            }
+                        } else if (slot >= 0) {
+                            loaded++;
+                            CHECK_EQ(units[i], g.n_units);
+                            for (int proj = 0; proj < g.n_proj; ++proj) {
+                                CHECK(m.holds(layer, ids[i], copy, slot, proj));
+                            }
+                        } else {
+                            whole_cpu++;
+                            CHECK_EQ(tail[i], 0);
+                        }
+                    }
+                    e.cpu_begins();
+                    e.cpu_done();
+                }
+                CHECK_EQ(e.end_graph(), std::string());
+                CHECK(e.consistent());
+            }
+            CHECK(divided > 0 && loaded > 0);
+            CHECK(cpu_speed < 1.0 || whole_cpu > 0);
+            const hobbit_stats s = e.stats();
+            CHECK_EQ(s.bytes_cpu, by_cpu);
+            CHECK_EQ(s.requests, s.hits_high + s.hits_low + s.misses_high + s.misses_low + s.skips);
+            CHECK_EQ(s.cpu_high + s.cpu_low, divided + whole_cpu);
+        }
+    }
+}
+
+// A copy that is there only in part is not taken for the expert later on.
+TEST(link_forgets_divided_experts) {
+    fake_model m({ linked(4, 1) }, { 0 });
+    m.place_slots(2, 0);
+    hobbit_params p = test_params(1.0f, 1.0f);
+    p.link_speed = p.cpu_speed = 1.0;
+    p.admit = HOBBIT_ADMIT_NEVER;
+    engine e(m.layout, p, divided_by(m, p, HOBBIT_MISS_AUTO), std::make_unique<fake_storage>(m));
+    const int32_t zero = 0;
+    const float one = 1.0f;
+    for (int32_t step = 0; step < 4; ++step) {
+        e.begin_graph();
+        const int32_t id = 2;
+        int32_t high, low, kept, cpu[2], units, tail;
+        e.route({ 0, 1, 1, 1, &id, &one, &e, &zero, &step, true }, 0, { &high, &low, &kept, { &cpu[0], &cpu[1] }, &units, &tail });
+        e.arrive(0, nullptr);
+        CHECK_EQ(cpu[0], 2);
+        CHECK_EQ(units, 4);
+        e.end_graph();
+    }
+    CHECK_EQ(e.stats().misses_high, (uint64_t) 4);
+    hobbit_group_info g;
+    e.group_info(0, g);
+    CHECK_EQ(g.high_resident, 0);
+}
+
+TEST(admission_brings_in_what_is_used_often) {
+    for (int admit : { HOBBIT_ADMIT_NEVER, HOBBIT_ADMIT_FREE, HOBBIT_ADMIT_OFTEN }) {
+        fake_model m({ linked(8, 1, 1, 1) }, { 0 });
+        m.place_slots(4, 0);
+        hobbit_params p = test_params(1.0f, 1.0f, HOBBIT_POLICY_LFU);
+        p.admit = admit;
+        engine e(m.layout, p, divided_by(m, p, HOBBIT_MISS_CPU), std::make_unique<fake_storage>(m));
+        const int32_t zero = 0;
+        const float one = 1.0f;
+        int32_t step = 0;
+        const auto use = [&](int32_t id) {
+            e.begin_graph();
+            int32_t high, low, kept, cpu[2], units, tail;
+            e.route({ 0, 1, 1, 1, &id, &one, &e, &zero, &step, true }, 0, { &high, &low, &kept, { &cpu[0], &cpu[1] }, &units, &tail });
+            e.arrive(0, nullptr);
+            e.end_graph();
+            step++;
+            return high >= 0;
+        };
+        for (int32_t id = 0; id < 6; ++id) {
+            use(id);
+        }
+        int hits = 0;
+        for (int i = 0; i < (admit == HOBBIT_ADMIT_OFTEN ? 5000 : 20) && hits == 0; ++i) { // until the first three have arrived
+            hits += use(7);
+            std::this_thread::sleep_for(std::chrono::microseconds(100));
+        }
+        CHECK_EQ(hits, admit == HOBBIT_ADMIT_OFTEN ? 1 : 0);
+        hobbit_group_info g;
+        e.group_info(0, g);
+        CHECK_EQ(g.high_resident, admit == HOBBIT_ADMIT_NEVER ? 0 : admit == HOBBIT_ADMIT_FREE ? 3 : 4); // one stays free for parts
+    }
+}
+
+TEST(whole_groups_are_filled_and_stay) {
+    for (bool link : { true, false }) {
+        group_spec small = linked(4, 2);
+        small.link = link;
+        fake_model m({ small, small }, { 0, 1, 0 });
+        m.layout.groups[0].n_slots[COPY_HIGH] = 8;
+        m.layout.groups[1].n_slots[COPY_HIGH] = 2;
+        m.layout.groups[0].n_slots[COPY_LOW] = m.layout.groups[1].n_slots[COPY_LOW] = 1;
+        m.place_slots();
+        hobbit_params p = test_params();
+        p.preload = HOBBIT_PRELOAD_ON;
+        engine e(m.layout, p, divided_by(m, p, HOBBIT_MISS_FETCH), std::make_unique<fake_storage>(m));
+        CHECK(!e.resident(0));
+        e.fill_whole_groups();
+        CHECK(e.resident(0) && !e.resident(1) && e.resident(2));
+        for (int layer : { 0, 2 }) {
+            for (int x = 0; x < 4; ++x) {
+                for (int proj = 0; proj < 3; ++proj) {
+                    CHECK(m.holds(layer, x, COPY_HIGH, m.layout.layers[layer].in_group * 4 + x, proj));
+                }
+            }
+        }
+        e.count_resident(0, 3, 2);
+        CHECK_EQ(e.stats().hits_high, (uint64_t) 6);
+        hobbit_hooks hooks = {};
+        hooks.event = [](void *, int32_t, int32_t, int32_t, int32_t, int32_t) {};
+        e.set_hooks(hooks, nullptr);
+        CHECK(!e.resident(0)); // somebody listens
+    }
+}
