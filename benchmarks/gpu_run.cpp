@@ -4,9 +4,9 @@
 // that has an expert cache. benchmarks/gpu.py builds and runs it. Tokens are the same in every run.
 //
 //   gpu_run MODEL name=NAME [key=value ...]
-//     both     ngl=99 threads=16 ubatch=512 prompts=512,4096 decode=24 rounds=5 fa=0
+//     both     ngl=99 threads=16 ubatch=512 prompts=512,4096 batches= decode=24 rounds=5 fa=0 kv8=0
 //     llama    ncmoe=0 moe_cache_mib=0
-//     hobbit   cache=0.25 (share of the experts) or cache_bytes=N, t=0.6/0.9,1/1  miss=fetch|cpu|auto  low=0 io=4
+//     hobbit   cache=0.25 (share of the experts) or cache_bytes=N, t=0.6/0.9,1/1  miss=fetch|cpu|auto  cpu_batch=8 low=0 io=4
 
 #include "ggml-backend.h"
 #include "llama.h"
@@ -64,7 +64,7 @@ static llama_context * ctx;
 static std::mt19937 rng(1);
 static int n_vocab;
 
-static void run(int n, int at) {
+static void run(int n, int at, bool all = false) { // all: a result for each
     std::vector<llama_token> tokens(n);
     for (llama_token & t : tokens) {
         t = 300 + (llama_token) (rng() % (unsigned) (n_vocab - 400));
@@ -76,7 +76,7 @@ static void run(int n, int at) {
         b.pos[i]       = at + i;
         b.n_seq_id[i]  = 1;
         b.seq_id[i][0] = 0;
-        b.logits[i]    = i + 1 == n;
+        b.logits[i]    = all || i + 1 == n;
     }
     if (llama_decode(ctx, b) != 0) {
         fprintf(stderr, "gpu_run: decode failed\n");
@@ -135,6 +135,8 @@ int main(int argc, char ** argv) {
     hp.low_fraction = (float) number("low", 0.0);
     hp.n_io_threads = (int) number("io", 4);
     hp.host_copies  = (int) number("host", HOBBIT_HOST_AUTO);
+    hp.cpu_batch    = (int) number("cpu_batch", hp.cpu_batch);
+    hp.preload      = (int) number("preload", hp.preload);
     hp.admit        = (int) number("admit", hp.admit);
     hp.t2           = 1.0f;
     if (hobbit_set_load_params(&hp) != 0) {
@@ -161,7 +163,7 @@ int main(int argc, char ** argv) {
     const int rounds = (int) number("rounds", 5);
 
     llama_context_params cp = llama_context_default_params();
-    cp.n_ctx   = std::max(prompts.empty() ? 0 : *std::max_element(prompts.begin(), prompts.end()), 64 + decode * rounds + 64) + 64;
+    cp.n_ctx   = std::max(prompts.empty() ? 0 : *std::max_element(prompts.begin(), prompts.end()), 64 + std::max(decode * rounds, 12 * 64) + 64) + 64;
     cp.n_batch = cp.n_ctx;
     cp.n_ubatch = (uint32_t) number("ubatch", 512);
     cp.n_threads = cp.n_threads_batch = (int) number("threads", 16);
@@ -211,6 +213,19 @@ int main(int argc, char ** argv) {
             printf(", \"prompt_%d\": %.2f", n, n / median(s));
         }
         first = false;
+        for (const std::string & x : list(text("batches", ""), ',')) { // tokens a second of short batches
+            const int n = atoi(x.c_str());
+            std::vector<double> s;
+            rng.seed(n);
+            forget();
+            run(64, 0);
+            for (int i = 0; i < 12; ++i) {
+                const double t0 = now();
+                run(n, 64 + i * n, true);
+                s.push_back(now() - t0);
+            }
+            printf(", \"batch_%d\": %.2f", n, n / median(s));
+        }
         rng.seed(7);
         forget();
         run(64, 0);

@@ -87,7 +87,7 @@ class hobbit_params(ctypes.Structure):
         ("host_copies", c_int32),
         ("admit", c_int32),
         ("preload", c_int32),
-        ("reserved", c_int32),
+        ("cpu_batch", c_int32),
         ("link_speed", c_double),
         ("cpu_speed", c_double),
     ]

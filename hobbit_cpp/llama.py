@@ -59,6 +59,7 @@ class Llama(llama_cpp.Llama):
         preload: Read the experts into their slots at load where the slots of a group of layers hold them all. Those
             layers then run as in llama.cpp, without a look at the routing, and all their requests count as wanted and
             served at high precision. True, False, or "auto" (default): where the slots are on a GPU.
+        cpu_batch: Tokens of the largest batch whose misses the CPU computes, 1 to 512, default 16; larger ones are fetched.
         miss_speeds: (link, CPU) in bytes/s, to divide misses by instead of measured speeds.
 
     For a dual GGUF use_mmap is False unless given: what stays resident then lies in memory that the page
@@ -72,7 +73,7 @@ class Llama(llama_cpp.Llama):
 
     def __init__(self, model_path, *, t1=None, t2=None, cache_bytes=None, policy=None, policy_weights=None, low_fraction=None,
                  n_io_threads=None, direct_io=None, force_miss=None, host_copies=None, miss=None, admit=None,
-                 preload=None, miss_speeds=None, **kwargs):
+                 preload=None, cpu_batch=None, miss_speeds=None, **kwargs):
         self._stack = contextlib.ExitStack()  # close() works on an object that got no further
         self._engine = None
         self._hooks = None
@@ -82,7 +83,7 @@ class Llama(llama_cpp.Llama):
         _load.check_keywords(kwargs)
         self._settings = Settings(t1=t1, t2=t2, cache_bytes=cache_bytes, policy=policy, policy_weights=policy_weights,
                                   low_fraction=low_fraction, n_io_threads=n_io_threads, direct_io=direct_io, force_miss=force_miss,
-                                  host_copies=host_copies, miss=miss, admit=admit, preload=preload, miss_speeds=miss_speeds)
+                                  host_copies=host_copies, miss=miss, admit=admit, preload=preload, cpu_batch=cpu_batch, miss_speeds=miss_speeds)
         path = _load.check_path(model_path)
         if kwargs.get("lora_path") is not None:
             kwargs["lora_path"] = os.fsdecode(kwargs["lora_path"])

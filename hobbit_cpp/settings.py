@@ -28,6 +28,7 @@ DEFAULTS = {
     "miss_speeds": None,  # measured
     "admit": "often",
     "preload": "auto",
+    "cpu_batch": 16,
     "host_copies": "auto",
 }
 
@@ -170,6 +171,7 @@ class Settings:
         self.admit = use["admit"]
         if self.admit not in ADMIT:
             raise ValueError(f"admit must be one of {', '.join(ADMIT)}, not {self.admit!r}")
+        self.cpu_batch = check_int("cpu_batch", use["cpu_batch"], 1, 512)
         self.miss_speeds = check_speeds(use["miss_speeds"])
         self.host_copies = check_switch("host_copies", use["host_copies"])
         self.preload = check_switch("preload", use["preload"])
@@ -192,6 +194,7 @@ class Settings:
         params.force_miss = self.force_miss
         params.miss = MISS.index(self.miss)
         params.admit = ADMIT.index(self.admit)
+        params.cpu_batch = self.cpu_batch
         params.link_speed, params.cpu_speed = self.miss_speeds
         params.host_copies = 2 if self.host_copies == "auto" else int(self.host_copies)
         params.preload = 2 if self.preload == "auto" else int(self.preload)

@@ -55,7 +55,7 @@ int engine::waves(int layer, int n_tokens, int n_used) const {
 bool engine::at_once(int layer, int n_tokens, int n_used) const {
     const layer_layout & l = layout_.layers[layer];
     const group_layout & g = layout_.groups[l.group];
-    return g.has_link() && n_tokens <= CPU_TOKENS && std::min<int64_t>(l.n_expert, (int64_t) n_tokens * n_used) <= g.n_slots[COPY_HIGH];
+    return g.has_link() && n_tokens < BULK_TOKENS && std::min<int64_t>(l.n_expert, (int64_t) n_tokens * n_used) <= g.n_slots[COPY_HIGH];
 }
 
 void engine::fill_whole_groups() {
@@ -249,8 +249,9 @@ void engine::cpu_done() {
         g.banks[COPY_HIGH][0].link->wait(ticket);
         arrived = now_us();
     }
-    // a wait shorter than this is the question itself
-    const bool link_last = arrived - done > 5;
+    // a wait shorter than this may be the question itself: asking a device costs that long
+    constexpr int64_t ASKING_US = 25;
+    const bool link_last = arrived - done > ASKING_US;
     if (budget_.miss == HOBBIT_MISS_AUTO && !params_.link_speed) {
         speeds_.observe(ticket ? (double) loaded : 0.0, (arrived - issued_us_) / 1e6, link_last, (double) computed, (done - cpu_us_) / 1e6);
     }

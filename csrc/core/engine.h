@@ -61,7 +61,7 @@ class engine {
     int waves(int layer, int n_tokens, int n_used) const;
 
     // Does a batch of this size have a part that the CPU computes?
-    bool has_cpu_part(int n_tokens) const { return budget_.miss != HOBBIT_MISS_FETCH && n_tokens <= CPU_TOKENS; }
+    bool has_cpu_part(int n_tokens) const { return budget_.miss != HOBBIT_MISS_FETCH && n_tokens <= params_.cpu_batch; }
 
     // Are all waves of a batch of this size handed out together?
     bool at_once(int layer, int n_tokens, int n_used) const;
@@ -118,8 +118,6 @@ class engine {
     // Ubatches of at least this many tokens are prompt processing: they want nearly every expert once.
     static constexpr int BULK_TOKENS = 32;
 
-    // Batches above this are fetched: the CPU's products grow with the tokens, the fetches do not.
-    static constexpr int CPU_TOKENS = 8;
 
     void plan(const route_request & req);
     void select(const route_request & req);

@@ -136,7 +136,7 @@ void engine::share_with_cpu() {
         }
     }
     if (budget_.miss == HOBBIT_MISS_AUTO) {
-        share(misses, speeds_.link(), speeds_.cpu());
+        share(misses, speeds_.link(), speeds_.cpu(), speeds_.cpu_start());
     }
     for (size_t i = 0; i < misses.size(); ++i) {
         const missed & m = misses[i];

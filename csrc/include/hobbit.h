@@ -99,7 +99,7 @@ struct hobbit_params {
     int32_t  host_copies;       // enum hobbit_host_copies
     int32_t  admit;             // enum hobbit_admit
     int32_t  preload;           // enum hobbit_preload
-    int32_t  reserved;
+    int32_t  cpu_batch;         // tokens of the largest batch whose misses the CPU computes, 1..512; larger ones are fetched
     double   link_speed;        // bytes/s to divide misses by, together with cpu_speed; 0: measured and corrected
     double   cpu_speed;
 };

@@ -85,6 +85,9 @@ std::string check(const hobbit_params & p) {
     if (p.preload < HOBBIT_PRELOAD_OFF || p.preload > HOBBIT_PRELOAD_AUTO) {
         return "preload is " + std::to_string(p.preload) + ": known are 0 (off), 1 (on), 2 (auto)";
     }
+    if (p.cpu_batch < 1 || p.cpu_batch > 512) {
+        return "cpu_batch is " + std::to_string(p.cpu_batch) + ": it must be 1 to 512";
+    }
     if (!(p.link_speed >= 0.0) || !(p.cpu_speed >= 0.0) || (p.link_speed > 0.0) != (p.cpu_speed > 0.0)) {
         return "link_speed is " + number(p.link_speed) + " and cpu_speed " + number(p.cpu_speed) + ": give both in bytes/s, or 0 for both";
     }
@@ -135,6 +138,7 @@ void hobbit_default_params(struct hobbit_params * p) {
     p->host_copies    = HOBBIT_HOST_AUTO;
     p->admit          = HOBBIT_ADMIT_OFTEN;
     p->preload        = HOBBIT_PRELOAD_AUTO;
+    p->cpu_batch      = 16;
 }
 
 int hobbit_check_params(const struct hobbit_params * p) {

@@ -139,7 +139,6 @@ void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
         for (int w = 1; w < node.n_waves; ++w) {
             node.engine->route(req, w, { at(PLANE_HIGH_1), at(PLANE_LOW_1), nullptr, { nullptr, nullptr }, nullptr, nullptr });
         }
-        node.engine->arrive(0, node.compute);
     }
 }
 
@@ -286,6 +285,11 @@ void hobbit_moe::begin_wave(ggml_tensor * x) {
     if (compute_) {
         dev_  = ggml_cont(ctx, route_); // crosses as a whole
         late_ = nullptr;
+        if (at_once_ && n_waves_ == 1) {
+            // only now: the scheduler waits for all that the device has been given before it copies the ids
+            ggml_build_forward_expand(g_.gf, dev_);
+            ggml_build_forward_expand(g_.gf, ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, &route_, 1, compute_arrive, 1, node_));
+        }
     } else {
         dev_  = route_;
         late_ = ggml_custom_4d(ctx, GGML_TYPE_I32, n_used, n_tokens, 2, 1, &route_, 1, compute_late, 1, node_);

@@ -12,10 +12,12 @@
 #include <stdexcept>
 #include <thread>
 
-namespace {
-
-// What the machine can still give, in bytes; 0: unknown.
-uint64_t available_memory() {
+uint64_t hobbit_free_memory(ggml_backend_dev_t dev) {
+    if (dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
+        size_t free = 0, total = 0;
+        ggml_backend_dev_memory(dev, &free, &total);
+        return free;
+    }
     std::ifstream f("/proc/meminfo");
     std::string key, unit;
     uint64_t kib;
@@ -27,13 +29,11 @@ uint64_t available_memory() {
     return 0;
 }
 
-constexpr uint64_t HOST_RESERVE = 2ull << 30; // left to the rest of the system
-
-} // namespace
+static constexpr uint64_t HOST_RESERVE = 2ull << 30; // left to the rest of the system
 
 bool hobbit_wants_host_copies(const hobbit & h, const hob::budget & b, ggml_backend_dev_t device) {
     const uint64_t need = b.high + b.low;
-    const uint64_t have = available_memory();
+    const uint64_t have = hobbit_free_memory(nullptr);
     const bool fits = have == 0 || need + HOST_RESERVE <= have;
     if (h.params.host_copies == HOBBIT_HOST_ON && !fits) {
         throw std::runtime_error("host_copies: both copies of all experts need " + std::to_string(need) + " bytes and " + std::to_string(HOST_RESERVE) +

@@ -6,6 +6,9 @@
 #include "hobbit-model.h"
 #include "storage.h"
 
+// What a device can still give, in bytes; null or the CPU's: what the system can. 0: unknown.
+uint64_t hobbit_free_memory(ggml_backend_dev_t dev);
+
 // Are the copies to be held in host memory? Throws std::runtime_error if they must and there is no room.
 bool hobbit_wants_host_copies(const hobbit & h, const hob::budget & b, ggml_backend_dev_t device);
 

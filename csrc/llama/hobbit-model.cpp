@@ -155,10 +155,9 @@ uint64_t room_on_devices(const hob::model_layout & layout, const std::vector<gro
     }
     double room = 2.0 * (double) b.high + (double) b.floor; // all experts, and more
     for (const auto & [dev, bytes] : experts) {
-        size_t free = 0, total = 0;
-        ggml_backend_dev_memory(dev, &free, &total);
+        const uint64_t free = hobbit_free_memory(dev);
         const double left = free > keep + READ_BEYOND ? (double) (free - keep - READ_BEYOND) : 0.0;
-        LLAMA_LOG_INFO("%s: %s: %.1f MiB free, %.1f MiB of them kept for contexts\n", __func__, ggml_backend_dev_name(dev), free / 1048576.0, keep / 1048576.0);
+        LLAMA_LOG_INFO("%s: %s: %.1f MiB free, %.1f MiB of them kept for contexts\n", __func__, dev ? ggml_backend_dev_name(dev) : "CPU", free / 1048576.0, keep / 1048576.0);
         room = std::min(room, left * ((double) b.high / (double) bytes));
     }
     return (uint64_t) room;

@@ -184,5 +184,6 @@ hobbit_params test_params(float t1, float t2, int policy) {
     }
     p.budget_kind  = HOBBIT_BUDGET_MIN;
     p.n_io_threads = 2;
+    p.cpu_batch    = 8;
     return p;
 }

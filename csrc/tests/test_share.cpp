@@ -35,6 +35,14 @@ TEST(share_keeps_experts_whole_where_it_can) {
     CHECK_EQ(m[1].link + m[2].link, 0);
 }
 
+TEST(share_knows_what_a_start_costs) {
+    std::vector<missed> m = { { 300.0, 30 } };
+    share(m, 100.0, 200.0, 1.5); // half a second's head start for the link
+    CHECK_EQ(m[0].link, 20);
+    share(m, 100.0, 200.0, 9.0); // not worth starting
+    CHECK_EQ(m[0].link, 30);
+}
+
 TEST(share_without_division_takes_the_better_side) {
     std::vector<missed> m = { { 100.0, 1 } };
     share(m, 300.0, 100.0);
@@ -79,6 +87,14 @@ TEST(speeds_follow_what_is_seen) {
         s.observe(5.0, 0.1, false, 10.0, 0.05);
     }
     CHECK(s.link() > before);
-    s.observe(0.0, 0.0, false, 0.0, 0.0); // nothing missed: nothing learnt
+    CHECK(s.link() <= 110.01); // but not more than it can
+    for (int i = 0; i < 200; ++i) {
+        s.observe(5.0, 0.1, true, 0.0, 0.02); // what the CPU's part takes when it has nothing to do
+    }
+    CHECK(s.cpu() > 198.0 && s.cpu() < 202.0);
+    CHECK(s.cpu_start() > 0.0199 && s.cpu_start() < 0.0201);
+    for (int i = 0; i < 300; ++i) {
+        s.observe(0.0, 0.0, false, 10.0, 0.07);
+    }
     CHECK(s.cpu() > 198.0 && s.cpu() < 202.0);
 }
