@@ -10,7 +10,9 @@ import collections
 import concurrent.futures
 import contextlib
 import math
+import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import Callable, Iterable, Iterator
@@ -102,8 +104,9 @@ def write_pair(reader: Reader, experts: list[Copies], main: StreamWriter, sideca
 
     try:
         # closing: no thread may be left when this returns, by an exception too
-        with contextlib.closing(_run(jobs(), threads)) as results:
+        with _late_interrupts() as check, contextlib.closing(_run(jobs(), threads)) as results:
             for name, nbytes, errors in results:
+                check()
                 if errors:
                     sums[name].append(errors)
                     meter.add(nbytes)
@@ -111,6 +114,27 @@ def write_pair(reader: Reader, experts: list[Copies], main: StreamWriter, sideca
         meter.clear()
     return {name: Errors(*(math.fsum(v) for v in zip(*((e.source, e.high, e.high_error, e.low_error) for e in blocks))))
             for name, blocks in sums.items()}
+
+
+@contextlib.contextmanager
+def _late_interrupts() -> Iterator[Callable[[], None]]:
+    """Ctrl-C raises where the function given is called, and when the block is left. Raised anywhere, as Python does it, it
+    can hit the thread pool between taking a lock and giving it back, and then no thread ever ends."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: None
+        return
+    pressed = threading.Event()
+
+    def check() -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, lambda *_: pressed.set())
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    check()
 
 
 def _run(jobs: Iterable[Callable[[], tuple]], threads: int) -> Iterator[tuple]:

@@ -449,6 +449,7 @@ void engine::finish_wave(int wave) {
         slot & x  = pl.at(p.slot);
         x.pins--;
         p.pins = 0;
+        pl.forget_order();
         if (x.load.failed || p.units > 0) { // the latter: only a part of the expert is there
             loader_.wait_done(x.load);
             pl.release(p.slot);

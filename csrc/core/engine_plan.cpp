@@ -19,6 +19,9 @@ void engine::plan(const route_request & req) {
     clock_++;
     select(req);
     look_up();
+    for (pool & p : pools_) {
+        p.forget_order();
+    }
     if (has_cpu_part(n_tokens_)) {
         share_with_cpu();
     }

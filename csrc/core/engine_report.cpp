@@ -16,6 +16,9 @@ void engine::set_thresholds(float t1, float t2) {
 void engine::set_policy(int32_t kind, const float * weights) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     policy_ = make_policy(kind);
+    for (pool & p : pools_) {
+        p.forget_order();
+    }
     params_.policy = kind;
     if (weights) {
         std::copy(weights, weights + 4, params_.policy_weights);

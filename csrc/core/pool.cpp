@@ -1,5 +1,8 @@
 #include "pool.h"
 
+#include <algorithm>
+#include <tuple>
+
 namespace hob {
 
 pool::pool(const model_layout & layout, int group, int copy) : copy_(copy) {
@@ -17,33 +20,45 @@ pool::pool(const model_layout & layout, int group, int copy) : copy_(copy) {
     }
 }
 
-int pool::victim(const policy & pol, const policy_context & ctx, bool only_streamed) const {
+int pool::victim(const policy & pol, const policy_context & ctx, bool only_streamed) {
     return free_.empty() ? weakest(pol, ctx, only_streamed) : free_.back();
 }
 
-int pool::weakest(const policy & pol, const policy_context & ctx, bool only_streamed) const {
-    int    best   = -1;
-    double best_p = 0.0;
+bool pool::may_go(const slot & x, bool only_streamed) const {
+    return !x.free() && x.pins == 0 && x.load.done() && (!only_streamed || x.streamed);
+}
+
+int pool::weakest(const policy & pol, const policy_context & ctx, bool only_streamed) {
+    for (int attempt = 0; attempt < 2; ++attempt) {
+        for (; next_ < order_.size() && order_streamed_ == only_streamed; ++next_) {
+            const ranked & r = order_[next_];
+            const slot & x = slots_[r.slot];
+            if (may_go(x, only_streamed) && x.layer == r.layer && x.expert == r.expert) {
+                return r.slot;
+            }
+        }
+        if (attempt == 0) {
+            rank(pol, ctx, only_streamed);
+        }
+    }
+    return -1;
+}
+
+void pool::rank(const policy & pol, const policy_context & ctx, bool only_streamed) {
+    order_.clear();
+    next_ = 0;
+    order_streamed_ = only_streamed;
     for (int s = 0; s < n_slots(); ++s) {
         const slot & c = slots_[s];
-        if (c.free() || c.pins > 0 || !c.load.done() || (only_streamed && !c.streamed)) {
-            continue;
+        if (may_go(c, only_streamed)) {
+            order_.push_back({ pol.priority({ c.layer, c.expert, copy_, c.last_clock, c.last_pass }, ctx), c.last_clock, c.layer, c.expert, s });
         }
-        const double p = pol.priority({ c.layer, c.expert, copy_, c.last_clock, c.last_pass }, ctx);
-        if (best >= 0) {
-            const slot & b = slots_[best];
-            if (p > best_p) {
-                continue;
-            }
-            if (p == best_p && (c.last_clock > b.last_clock || (c.last_clock == b.last_clock &&
-                    (c.layer > b.layer || (c.layer == b.layer && c.expert > b.expert))))) {
-                continue;
-            }
-        }
-        best   = s;
-        best_p = p;
     }
-    return best;
+    const size_t n = std::min(order_.size(), RANKED);
+    std::partial_sort(order_.begin(), order_.begin() + n, order_.end(), [](const ranked & a, const ranked & b) {
+        return std::tie(a.priority, a.last_clock, a.layer, a.expert) < std::tie(b.priority, b.last_clock, b.layer, b.expert);
+    });
+    order_.resize(n);
 }
 
 void pool::assign(int s, int layer, int expert) {

@@ -40,10 +40,12 @@ class pool {
 
     // A slot that can be loaded into: a free one, or the candidate of least priority; -1 if all are
     // pinned or loading. only_streamed: take no other's slot than one of a large batch's.
-    int victim(const policy & pol, const policy_context & ctx, bool only_streamed) const;
+    int victim(const policy & pol, const policy_context & ctx, bool only_streamed);
 
-    // The occupied slot of least priority that may be given up, -1 if none.
-    int weakest(const policy & pol, const policy_context & ctx, bool only_streamed = false) const;
+    // The occupied slot of least priority that may be given up, -1 if none. A search looks at every slot, so its
+    // result serves until priorities change or slots are unpinned: forget_order() then.
+    int weakest(const policy & pol, const policy_context & ctx, bool only_streamed = false);
+    void forget_order() { order_.clear(); next_ = 0; }
 
     void assign(int s, int layer, int expert);
     void release(int s);
@@ -53,6 +55,11 @@ class pool {
     bool consistent() const;
 
   private:
+    static constexpr size_t RANKED = 64; // candidates that one search puts in order
+    struct ranked { double priority; uint64_t last_clock; int layer; int expert; int slot; };
+
+    bool may_go(const slot & x, bool only_streamed) const;
+    void rank(const policy & pol, const policy_context & ctx, bool only_streamed);
     size_t index(int layer, int expert) const { return (size_t) in_group_[layer] * n_expert_ + expert; }
 
     int copy_;
@@ -63,6 +70,9 @@ class pool {
     std::vector<int> where_;    // [n_layers of the group][n_expert]
     std::deque<slot> slots_;    // deque: a slot never moves, loads point into it
     std::vector<int> free_;
+    std::vector<ranked> order_; // least priority first
+    size_t next_ = 0;           // of order_, the first that was not taken yet
+    bool order_streamed_ = false;
 };
 
 } // namespace hob
