@@ -139,7 +139,7 @@ def plot(path, png):
         series = {}
         for r in rows:
             if r["model"] == model:
-                who = f"hobbit {r['t1']:g}/{r['t2']:g}" if "t1" in r else r["who"]
+                who = f"hobbit {r['t1']:g}/{r['t2']:g}" if "t1" in r else "llama.cpp, all on the GPU" if r["share"] == 1 else r["who"]
                 point = series.setdefault(who, {})
                 point[r["gpu_mib"]] = max(r["decode"], point.get(r["gpu_mib"], 0))
         for who, points in series.items():

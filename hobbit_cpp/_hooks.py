@@ -11,7 +11,7 @@ import numpy as np
 from . import bindings as b
 
 PRECISIONS = ("skip", "low", "high")  # the index is enum hobbit_precision
-EVENTS = ("hit", "load", "evict", "skip", "prefetch")  # enum hobbit_event_kind
+EVENTS = ("hit", "load", "evict", "skip", "prefetch", "cpu")  # enum hobbit_event_kind
 
 
 def _array(pointer, n_tokens: int, n_used: int) -> np.ndarray:

@@ -43,6 +43,7 @@ HOBBIT_ADMIT_OFTEN = 2
 HOBBIT_HOST_OFF = 0
 HOBBIT_HOST_ON = 1
 HOBBIT_HOST_AUTO = 2
+HOBBIT_HOST_SOME = 3
 
 # enum hobbit_preload
 HOBBIT_PRELOAD_OFF = 0
@@ -90,6 +91,7 @@ class hobbit_params(ctypes.Structure):
         ("cpu_batch", c_int32),
         ("link_speed", c_double),
         ("cpu_speed", c_double),
+        ("host_bytes", c_uint64),
     ]
 
 
@@ -159,6 +161,8 @@ class hobbit_stats(ctypes.Structure):
         ("bytes_read", c_uint64),
         ("bytes_prefetch", c_uint64),
         ("bytes_cpu", c_uint64),
+        ("bytes_storage", c_uint64),
+        ("host_hits", c_uint64),
         ("cpu_us", c_int64),
         ("wait_us", c_int64),
         ("plan_us", c_int64),

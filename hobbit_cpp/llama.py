@@ -49,8 +49,9 @@ class Llama(llama_cpp.Llama):
         n_io_threads: Reads in flight, 1 to 64, default 4.
         direct_io: Read past the page cache where the file system can, default True.
         force_miss: Load every expert anew each time, to measure the worst case. Default False.
-        host_copies: Hold both copies of all experts in host memory, pinned where a GPU takes them from there:
-            True, False, or "auto" (default), where the slots are on a GPU and the memory is there.
+        host_copies: Hold both copies of all experts in host memory, pinned where a GPU takes them from there: True or
+            False; a size as for cache_bytes: so much memory for some of them, a second level between the file and the
+            slots; "auto" (default): where the slots are on a GPU, all if the memory is there, else as many as fit.
         miss: Who serves a miss when all copies are in host memory: "fetch" brings it into a slot, "cpu" lets the
             CPU compute it, "auto" (default) divides a layer's misses by the measured speeds. Without host
             copies every miss is fetched.
@@ -248,8 +249,8 @@ class Llama(llama_cpp.Llama):
                                    experts int32, weights float32 (of a token they sum to 1), wanted int32: the rule's
                                    choice, 0 skip, 1 low, 2 high; may be changed, or a new array returned.
         prefetch(layer, experts, weights)   after this layer's loads were queued; may call self.prefetch().
-        event(kind, layer, expert, precision, slot)   kind "hit", "load", "evict", "skip" or "prefetch"; precision
-                                   "high", "low" or "skip".
+        event(kind, layer, expert, precision, slot)   kind "hit", "load", "evict", "skip", "prefetch" or "cpu" (computed by
+                                   the CPU, whole or in part; slot -1); precision "high", "low" or "skip".
 
         layer counts layers with offloaded experts. The arrays are the function's own. An exception raised in a hook
         ends the forward pass and comes out of the call that needed it. Hooks must not run the model.

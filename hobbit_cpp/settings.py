@@ -71,6 +71,24 @@ def check_switch(name: str, x):
     return x
 
 
+def check_host_copies(x):
+    """(True, False, "auto" or what was given, bytes where it is a size)."""
+    if x == "auto" or _is_bool(x):
+        return x, 0
+    if isinstance(x, str):
+        try:
+            n = parse_bytes(x)
+        except ValueError:
+            raise ValueError(f"host_copies is {x!r}: give True, False, 'auto', or a size such as '16GiB'") from None
+    elif isinstance(x, numbers.Integral):
+        n = int(x)
+    else:
+        raise TypeError(f"host_copies must be True, False, 'auto' or a size, not {x!r}")
+    if not 0 < n < 2**63:
+        raise ValueError(f"host_copies must be a size of at least 1 byte, not {x!r}")
+    return x, n
+
+
 def check_thresholds(t1, t2) -> tuple[float, float]:
     """t1 >= 1 means "all high": then t2 has no effect and may be anything."""
     t1 = check_number("t1", t1, 0.0, unit=" (1 or more: every expert at high precision)")
@@ -173,10 +191,10 @@ class Settings:
             raise ValueError(f"admit must be one of {', '.join(ADMIT)}, not {self.admit!r}")
         self.cpu_batch = check_int("cpu_batch", use["cpu_batch"], 1, 512)
         self.miss_speeds = check_speeds(use["miss_speeds"])
-        self.host_copies = check_switch("host_copies", use["host_copies"])
+        self.host_copies, self.host_bytes = check_host_copies(use["host_copies"])
         self.preload = check_switch("preload", use["preload"])
-        if self.miss == "cpu" and self.host_copies is False:
-            raise ValueError("miss='cpu' computes from copies in host memory: leave host_copies out, or give True")
+        if self.miss == "cpu" and (self.host_copies is False or self.host_bytes):
+            raise ValueError("miss='cpu' computes from copies in host memory and needs them all: leave host_copies out, or give True")
 
     def fill(self, params, auto_bytes: int = 0, on_device: bool = False) -> None:
         """Write everything into a hobbit_params; auto_bytes is what "auto" came to: a budget, or with on_device what
@@ -196,5 +214,6 @@ class Settings:
         params.admit = ADMIT.index(self.admit)
         params.cpu_batch = self.cpu_batch
         params.link_speed, params.cpu_speed = self.miss_speeds
-        params.host_copies = 2 if self.host_copies == "auto" else int(self.host_copies)
+        params.host_copies = 3 if self.host_bytes else 2 if self.host_copies == "auto" else int(self.host_copies)
+        params.host_bytes = self.host_bytes
         params.preload = 2 if self.preload == "auto" else int(self.preload)

@@ -16,9 +16,9 @@ static constexpr size_t PIPELINE_BYTES = 8u << 20;
 // The same where a link brings them: hits in a wave of their own.
 static constexpr size_t HITS_FIRST_BYTES = 32u << 20;
 
-engine::engine(model_layout layout, const hobbit_params & params, const budget & b, std::unique_ptr<storage> files)
+engine::engine(model_layout layout, const hobbit_params & params, const budget & b, std::unique_ptr<storage> files, std::unique_ptr<host_cache> host)
     : layout_(std::move(layout)), params_(params), budget_(b), files_(std::move(files)), records_(layout_),
-      policy_(make_policy(params.policy)), stats_(layout_.layers.size()),
+      policy_(make_policy(params.policy)), host_(std::move(host)), stats_(layout_.layers.size()),
       speeds_(b.link_speed, b.cpu_speed), whole_(layout_.groups.size(), false), waited_(layout_.groups.size(), 0),
       loader_(*files_, params.n_io_threads, layout_.piece_bytes()) {
     if (!policy_) {
@@ -384,7 +384,8 @@ bool engine::issue(int wave, bool must) {
         p.slot = s;
         p.pins = 1;
         group_layout & g = layout_.groups[l.group];
-        loads.push_back({ &l, &g, p.copy, p.expert, s, &x.load, p.units });
+        loads.push_back({ &l, &g, p.copy, p.expert, s, &x.load, p.units, layer_ });
+        from_host(loads.back());
         st.bytes_read += part_bytes(p);
         if (p.units == 0) {
             (p.copy == COPY_HIGH ? st.loads_high : st.loads_low)++;
@@ -396,6 +397,19 @@ bool engine::issue(int wave, bool must) {
         loader_.submit(PRIORITY_DEMAND, loads);
     }
     return ok;
+}
+
+// Where the bytes of a load come from.
+void engine::from_host(load_request & r) {
+    hobbit_stats & st = stats_[r.layer_index];
+    if (r.layer->src[r.copy][0].host) {
+        return;
+    }
+    if (host_ && host_->serve(r, clock_)) {
+        st.host_hits++;
+    } else {
+        st.bytes_storage += r.group->expert_bytes(r.copy);
+    }
 }
 
 bool engine::wait(int wave, load_part part) {
@@ -527,7 +541,9 @@ int engine::load_ahead(int layer, int expert, int copy, load_priority priority, 
     stats_[layer].bytes_read     += g.expert_bytes(copy);
     stats_[layer].bytes_prefetch += g.expert_bytes(copy);
     event(HOBBIT_EVENT_PREFETCH, layer, expert, copy, s);
-    loader_.submit(priority, { { &layout_.layers[layer], &g, copy, expert, s, &x.load } });
+    load_request request = { &layout_.layers[layer], &g, copy, expert, s, &x.load, 0, layer };
+    from_host(request);
+    loader_.submit(priority, { request });
     return 1;
 }
 

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "budget.h"
+#include "host_cache.h"
 #include "pool.h"
 #include "select.h"
 #include "share.h"
@@ -54,7 +55,9 @@ struct route_result {
 class engine {
   public:
     // layout: slots divided, banks set. Throws std::runtime_error on settings that make no sense.
-    engine(model_layout layout, const hobbit_params & params, const budget & b, std::unique_ptr<storage> files);
+    // host: the second level, or null.
+    engine(model_layout layout, const hobbit_params & params, const budget & b, std::unique_ptr<storage> files,
+           std::unique_ptr<host_cache> host = nullptr);
     ~engine();
 
     // Waves that a batch of this size is computed in; the same for every call with these arguments.
@@ -138,6 +141,7 @@ class engine {
     void fill(int wave, const route_result & out);
     void finish_wave(int wave);
     void finish_step();
+    void from_host(load_request & r);
     void fail(const std::string & why);
     void event(int kind, int layer, int expert, int copy, int slot);
     policy_context context_for(int group) const;
@@ -150,6 +154,7 @@ class engine {
     records records_;
     std::unique_ptr<policy> policy_;
     std::deque<pool> pools_; // [group][copy]
+    std::unique_ptr<host_cache> host_; // may be null
     trace trace_;
     hobbit_hooks hooks_ = {};
     hobbit * handle_ = nullptr;

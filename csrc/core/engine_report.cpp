@@ -116,6 +116,8 @@ hobbit_stats engine::stats() {
         sum.bytes_read     += s.bytes_read;
         sum.bytes_prefetch += s.bytes_prefetch;
         sum.bytes_cpu      += s.bytes_cpu;
+        sum.bytes_storage  += s.bytes_storage;
+        sum.host_hits      += s.host_hits;
         sum.cpu_us         += s.cpu_us;
         sum.wait_us        += s.wait_us;
         sum.plan_us        += s.plan_us;

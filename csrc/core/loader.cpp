@@ -38,7 +38,14 @@ void loader::add_part(const load_request & r, int proj, bool by_link, std::vecto
     bank & to = g.banks[r.copy][proj];
     const uint64_t first = r.expert * s.bytes;
     const size_t   slot  = r.slot * to.stride;
-    load_piece x = { s.host ? s.host + first : nullptr, s.file, s.offset + first, (size_t) s.bytes, &to, slot, late ? PART_LATE : PART_EARLY, r.state };
+    size_t before = 0; // bytes of the projections before
+    for (int p = 0; p < proj; ++p) {
+        before += g.proj_bytes[r.copy][p];
+    }
+    const uint8_t * host = s.host ? s.host + first : r.host ? r.host + before : nullptr;
+    load_piece x = { host, s.file, s.offset + first, (size_t) s.bytes, &to, slot, late ? PART_LATE : PART_EARLY, r.state };
+    x.stage = host || !r.stage ? nullptr : r.stage + before;
+    x.busy  = s.host ? nullptr : r.host_busy;
     if (r.units > 0 && late) { // the first columns of every row
         const size_t row = g.row_bytes[r.copy][proj];
         x.n      = row / g.n_units * r.units;
@@ -51,10 +58,11 @@ void loader::add_part(const load_request & r, int proj, bool by_link, std::vecto
     for (int i = 0; i < parts; ++i) {
         const uint64_t begin = s.bytes / parts * i;
         const uint64_t bytes = r.units > 0 ? s.bytes / parts / g.n_units * r.units : s.bytes;
-        const uint64_t step  = by_link ? bytes : s.host ? LINK_CHUNK : max_piece_;
+        const uint64_t step  = by_link ? bytes : host ? LINK_CHUNK : max_piece_;
         for (uint64_t at = 0; at < bytes; at += step) {
             load_piece y = x;
-            y.host      = s.host ? x.host + begin + at : nullptr;
+            y.host      = x.host ? x.host + begin + at : nullptr;
+            y.stage     = x.stage ? x.stage + begin + at : nullptr;
             y.offset    = x.offset + begin + at;
             y.to_offset = x.to_offset + begin + at;
             y.n         = (size_t) std::min<uint64_t>(step, bytes - at);
@@ -86,7 +94,14 @@ void loader::submit(load_priority priority, const std::vector<load_request> & lo
         r.state->ticket = 0;
         r.state->failed.store(false, std::memory_order_relaxed);
         for (int part = 0; part < N_PARTS; ++part) {
-            r.state->pending[part].store((int) (pieces[part].size() - before[part]), std::memory_order_relaxed);
+            const int n = (int) (pieces[part].size() - before[part]);
+            r.state->pending[part].store(n, std::memory_order_relaxed);
+            if (r.host_busy) {
+                r.host_busy->pending[part].store(n, std::memory_order_relaxed);
+            }
+        }
+        if (r.host_busy) {
+            r.host_busy->failed.store(false, std::memory_order_relaxed);
         }
     }
     if (link) {
@@ -181,6 +196,13 @@ void loader::run() {
                     }
                 } else if (piece.host) {
                     piece.to->write(piece.to_offset, piece.host, piece.n);
+                } else if (piece.stage) {
+                    err = files_.read(piece.file, piece.offset, piece.n, piece.stage, scratch.data());
+                    if (err.empty() && piece.to->base) {
+                        memcpy(piece.to->base + piece.to_offset, piece.stage, piece.n);
+                    } else if (err.empty()) {
+                        piece.to->write(piece.to_offset, piece.stage, piece.n);
+                    }
                 } else if (piece.to->base) {
                     err = files_.read(piece.file, piece.offset, piece.n, piece.to->base + piece.to_offset, scratch.data());
                 } else {
@@ -200,12 +222,22 @@ void loader::run() {
         lock.lock();
         if (!err.empty()) {
             piece.state->failed.store(true, std::memory_order_release);
+            if (piece.busy) {
+                piece.busy->failed.store(true, std::memory_order_release);
+            }
             if (error_.empty()) {
                 error_ = err;
             }
         }
         if (--in_flight_ == 0) {
             busy_us_ += now_us() - busy_since_;
+        }
+        if (piece.busy) {
+            // a failed load skips the rest of its pieces: what they would have read is not there
+            if (piece.state->failed.load(std::memory_order_relaxed)) {
+                piece.busy->failed.store(true, std::memory_order_release);
+            }
+            piece.busy->pending[piece.part].fetch_sub(1, std::memory_order_acq_rel);
         }
         // counted down under the lock: a waiter that sees zero may reuse the state at once
         if (piece.state->pending[piece.part].fetch_sub(1, std::memory_order_acq_rel) == 1) {

@@ -45,6 +45,8 @@ struct load_piece {
     load_state * state;
     size_t     rows   = 1; // from host memory: so many pieces of n bytes
     size_t     stride = 0; // from one to the next, on both sides
+    uint8_t *    stage = nullptr; // read from the file to here first
+    load_state * busy  = nullptr; // also counted down: of the host memory that is read or written
 };
 
 struct load_request {
@@ -55,6 +57,12 @@ struct load_request {
     int          slot;
     load_state * state; // set up by submit(), must live until it is done
     int          units = 0; // only the first units of the inner width; 0: all. Copies in host memory only
+
+    // Filled in by a second level (host_cache.h); host and stage hold an expert's projections one after another.
+    int             layer_index = -1;
+    const uint8_t * host        = nullptr; // take it from here
+    uint8_t *       stage       = nullptr; // read it to here on its way
+    load_state *    host_busy   = nullptr; // counts the pieces there that are under way
 };
 
 class loader {

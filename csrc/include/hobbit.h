@@ -59,11 +59,12 @@ enum hobbit_admit {
     HOBBIT_ADMIT_OFTEN = 2, // and where it was used more than twice as often as the expert it would push out
 };
 
-// Are all copies held in host memory (pinned, where there is a GPU)?
+// Are the copies held in host memory (pinned, where there is a GPU)? Only if all are can the CPU compute misses.
 enum hobbit_host_copies {
-    HOBBIT_HOST_OFF  = 0, // no: read from the files
+    HOBBIT_HOST_OFF  = 0, // no: read from the files, on a GPU through a few pinned buffers
     HOBBIT_HOST_ON   = 1,
-    HOBBIT_HOST_AUTO = 2, // where the slots are on a GPU and the copies fit in free memory
+    HOBBIT_HOST_AUTO = 2, // where the slots are on a GPU: if they fit in free memory, else as many as do
+    HOBBIT_HOST_SOME = 3, // host_bytes of them: a second level between the files and the slots
 };
 
 // Are experts read into their slots at load, where the slots of a group of layers hold them all? Those layers run
@@ -102,6 +103,7 @@ struct hobbit_params {
     int32_t  cpu_batch;         // tokens of the largest batch whose misses the CPU computes, 1..512; larger ones are fetched
     double   link_speed;        // bytes/s to divide misses by, together with cpu_speed; 0: measured and corrected
     double   cpu_speed;
+    uint64_t host_bytes;        // HOBBIT_HOST_SOME: memory for copies, beside cache_bytes
 };
 
 // What was set up. Sizes in bytes.
@@ -166,6 +168,8 @@ struct hobbit_stats {
     uint64_t bytes_read;   // into slots, all reasons
     uint64_t bytes_prefetch;
     uint64_t bytes_cpu;    // of experts that the CPU computed
+    uint64_t bytes_storage;// of bytes_read: read from files
+    uint64_t host_hits;    // loads that the second level in host memory served
     int64_t  cpu_us;       // the CPU computing them
     int64_t  wait_us;      // computing thread waiting for loads
     int64_t  plan_us;      // computing thread planning

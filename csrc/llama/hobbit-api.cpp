@@ -73,11 +73,12 @@ std::string check(const hobbit_params & p) {
     if (p.miss < HOBBIT_MISS_FETCH || p.miss > HOBBIT_MISS_AUTO) {
         return "miss is " + std::to_string(p.miss) + ": known are 0 (fetch), 1 (cpu), 2 (auto)";
     }
-    if (p.host_copies < HOBBIT_HOST_OFF || p.host_copies > HOBBIT_HOST_AUTO) {
-        return "host_copies is " + std::to_string(p.host_copies) + ": known are 0 (off), 1 (on), 2 (auto)";
+    if (p.host_copies < HOBBIT_HOST_OFF || p.host_copies > HOBBIT_HOST_SOME) {
+        return "host_copies is " + std::to_string(p.host_copies) + ": known are 0 (off), 1 (on), 2 (auto), 3 (some)";
     }
-    if (p.miss == HOBBIT_MISS_CPU && p.host_copies == HOBBIT_HOST_OFF) {
-        return "miss is cpu, but host_copies is off: the CPU computes from copies in host memory";
+    if (p.miss == HOBBIT_MISS_CPU && (p.host_copies == HOBBIT_HOST_OFF || p.host_copies == HOBBIT_HOST_SOME)) {
+        return "miss is cpu, but host_copies is " + std::string(p.host_copies == HOBBIT_HOST_OFF ? "off" : "a part") +
+               ": the CPU computes from copies in host memory and needs them all";
     }
     if (p.admit < HOBBIT_ADMIT_NEVER || p.admit > HOBBIT_ADMIT_OFTEN) {
         return "admit is " + std::to_string(p.admit) + ": known are 0 (never), 1 (free), 2 (often)";

@@ -42,12 +42,64 @@ bool hobbit_wants_host_copies(const hobbit & h, const hob::budget & b, ggml_back
     return h.params.host_copies == HOBBIT_HOST_ON || (h.params.host_copies == HOBBIT_HOST_AUTO && device && fits);
 }
 
-void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget & b, hob::storage & files, ggml_backend_dev_t device) {
+// The buffer type of memory that the device reads by itself; plain memory where there is no device, or none such.
+static ggml_backend_buffer_type_t host_buffer_type(ggml_backend_dev_t device) {
     ggml_backend_buffer_type_t buft = device ? ggml_backend_dev_host_buffer_type(device) : nullptr;
-    b.host_pinned = buft != nullptr; // until a buffer turns out not to be
-    if (!buft) {
-        buft = ggml_backend_cpu_buffer_type();
+    return buft ? buft : ggml_backend_cpu_buffer_type();
+}
+
+// Whether a buffer turned out to be pinned.
+static void note_pinned(hob::budget & b, ggml_backend_buffer_t buf) {
+    b.host_pinned = b.host_pinned && ggml_backend_buffer_get_type(buf) != ggml_backend_cpu_buffer_type();
+}
+
+static void warn_if_not_pinned(const hob::budget & b, ggml_backend_dev_t device) {
+    if (device && !b.host_pinned) {
+        LLAMA_LOG_WARN("%s: pinned memory was refused for the experts' host copies: they are in ordinary memory, from which copies to %s "
+                       "are several times slower (raise the limit on locked memory, ulimit -l, or unset GGML_CUDA_NO_PINNED)\n", __func__, ggml_backend_dev_name(device));
     }
+}
+
+std::unique_ptr<hob::host_cache> hobbit_host_level(hobbit & h, const hob::model_layout & layout, hob::budget & b, ggml_backend_dev_t device) {
+    const bool asked = h.params.host_copies == HOBBIT_HOST_SOME;
+    if (!asked && !device) {
+        return nullptr;
+    }
+    uint64_t bytes = 0, least = 0;
+    hob::host_cache::divide(layout, 0, least);
+    const uint64_t have = hobbit_free_memory(nullptr);
+    if (asked) {
+        bytes = h.params.host_bytes;
+        if (bytes < least) {
+            throw std::runtime_error("host_copies is " + std::to_string(bytes) + " bytes, but the buffers for reads take " + std::to_string(least) + ": give at least that");
+        }
+        if (have > 0 && bytes + HOST_RESERVE > have) {
+            throw std::runtime_error("host_copies is " + std::to_string(bytes) + " bytes, but only " + std::to_string(have) + " are available, and " +
+                                     std::to_string(HOST_RESERVE) + " are left to the rest of the system: give less");
+        }
+    } else if (h.params.host_copies == HOBBIT_HOST_AUTO && have > HOST_RESERVE) {
+        bytes = have - std::max(HOST_RESERVE, have / 4); // pinned memory cannot be taken back
+    }
+    std::vector<hob::host_cache::block> blocks = hob::host_cache::divide(layout, bytes, b.host);
+    b.host_pinned = device != nullptr;
+    for (hob::host_cache::block & x : blocks) {
+        ggml_backend_buffer_t buf = ggml_backend_buft_alloc_buffer(host_buffer_type(device), x.n * x.stride + hob::IO_ALIGN);
+        if (!buf) {
+            throw std::runtime_error("out of memory: " + std::to_string(x.n * x.stride) + " bytes of host memory for copies of experts");
+        }
+        h.bank_bufs.emplace_back(buf);
+        note_pinned(b, buf);
+        const size_t base = (size_t) ggml_backend_buffer_get_base(buf);
+        x.base = (uint8_t *) ((base + hob::IO_ALIGN - 1) / hob::IO_ALIGN * hob::IO_ALIGN);
+    }
+    warn_if_not_pinned(b, device);
+    LLAMA_LOG_INFO("%s: %.1f MiB of host memory for %.1f MiB of copies of experts\n", __func__, b.host / 1048576.0, (b.high + b.low) / 1048576.0);
+    return std::make_unique<hob::host_cache>(layout, std::move(blocks));
+}
+
+void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget & b, hob::storage & files, ggml_backend_dev_t device) {
+    ggml_backend_buffer_type_t buft = host_buffer_type(device);
+    b.host_pinned = device != nullptr;
     const size_t n_tensors = layout.layers.size() * hob::N_COPIES * hob::MAX_PROJ;
     h.host_ctx.reset(ggml_init({ ggml_tensor_overhead() * n_tensors, nullptr, /*.no_alloc =*/ true }));
 
@@ -72,7 +124,7 @@ void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget
                 throw std::runtime_error("out of memory: " + std::to_string(total) + " bytes of host memory for the copies of one layer's experts");
             }
             h.bank_bufs.emplace_back(buf);
-            b.host_pinned = b.host_pinned && ggml_backend_buffer_get_type(buf) == buft;
+            note_pinned(b, buf);
             ggml_backend_buffer_set_usage(buf, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
             uint8_t * at = (uint8_t *) pad((size_t) ggml_backend_buffer_get_base(buf));
             for (int p = 0; p < sl.n_proj; ++p) {
@@ -114,10 +166,7 @@ void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget
     if (!error.empty()) {
         throw std::runtime_error(error);
     }
-    if (device && !b.host_pinned) {
-        LLAMA_LOG_WARN("%s: pinned memory was refused for the experts' host copies: they are in ordinary memory, from which copies to %s "
-                       "are several times slower (raise the limit on locked memory, ulimit -l, or unset GGML_CUDA_NO_PINNED)\n", __func__, ggml_backend_dev_name(device));
-    }
+    warn_if_not_pinned(b, device);
     const double s = (hob::now_us() - t0) / 1e6;
     LLAMA_LOG_INFO("%s: %.1f MiB of expert copies read into %s in %.1f s\n", __func__, b.host / 1048576.0, ggml_backend_buft_name(buft), s);
 }

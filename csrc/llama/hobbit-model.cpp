@@ -260,8 +260,11 @@ void hobbit_start(hobbit & h, const llama_model & model) {
             device = dev;
         }
     }
+    std::unique_ptr<hob::host_cache> some; // of the copies
     if (hobbit_wants_host_copies(h, b, device)) {
         hobbit_load_host_copies(h, layout, b, *files, device);
+    } else {
+        some = hobbit_host_level(h, layout, b, device);
     }
 
     h.bank_ctx.reset(ggml_init({ ggml_tensor_overhead() * layout.groups.size() * (hob::N_COPIES * hob::MAX_PROJ + 1), nullptr, /*.no_alloc =*/ true }));
@@ -349,7 +352,7 @@ void hobbit_start(hobbit & h, const llama_model & model) {
     if (!h.host.empty() && (device || h.params.miss == HOBBIT_MISS_CPU || h.params.link_speed > 0.0)) {
         hobbit_measure_speeds(h, layout, b);
     }
-    h.engine = std::make_unique<hob::engine>(std::move(layout), h.params, b, std::move(files));
+    h.engine = std::make_unique<hob::engine>(std::move(layout), h.params, b, std::move(files), std::move(some));
     h.engine->fill_whole_groups();
 
     const hobbit_info info = h.engine->info();

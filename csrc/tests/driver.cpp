@@ -8,10 +8,10 @@
 
 using namespace hob;
 
-driver::driver(fake_model & m, const hobbit_params & p) : model(m), params(p) {
+driver::driver(fake_model & m, const hobbit_params & p, std::unique_ptr<host_cache> host) : model(m), params(p) {
     auto f = std::make_unique<fake_storage>(m);
     files  = f.get();
-    engine = std::make_unique<hob::engine>(m.layout, p, measure(m.layout, p, 0), std::move(f));
+    engine = std::make_unique<hob::engine>(m.layout, p, measure(m.layout, p, 0), std::move(f), std::move(host));
     hobbit_hooks hooks = {};
     hooks.event    = on_event;
     hooks.prefetch = on_prefetch;

@@ -32,7 +32,7 @@ struct driver {
     std::function<void()> computing; // called where the graph would compute
     std::function<void(int layer)> prefetch; // the prefetch hook
 
-    driver(fake_model & model, const hobbit_params & params);
+    driver(fake_model & model, const hobbit_params & params, std::unique_ptr<hob::host_cache> host = nullptr);
 
     void begin();
     // Runs one layer of a ubatch. experts, weights [n_tokens][n_used]
