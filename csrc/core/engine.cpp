@@ -193,6 +193,9 @@ void engine::route(const route_request & req, int wave, const route_result & out
         hooks.prefetch(hooks.user, handle, layer_, n_tokens_, n_used_, experts_.data(), weights_.data());
     }
     wait(wave, PART_EARLY);
+    if (layout_.groups[layout_.layers[layer_].group].has_link()) {
+        wait(wave, PART_LATE); // of what the threads load ahead: no wait_late() follows
+    }
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (!at_once_) {
         before(wave, req.compute);
@@ -528,6 +531,9 @@ int engine::load_ahead(int layer, int expert, int copy, load_priority priority, 
     }
     slot & x = pl.at(s);
     const bool taken = !x.free();
+    if (priority == PRIORITY_PREFETCH && g.has_link()) {
+        g.banks[copy][0].link->wait(x.load.ticket); // the threads' copies are not in the link's order
+    }
     if (taken) {
         stats_[layer].evictions++;
         event(HOBBIT_EVENT_EVICT, x.layer, x.expert, copy, s);

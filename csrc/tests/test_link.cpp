@@ -222,6 +222,37 @@ TEST(admission_brings_in_what_is_used_often) {
     }
 }
 
+// What the threads load ahead is there as a whole when it is handed out: with a link nobody waits for down later.
+TEST(link_and_what_was_loaded_ahead) {
+    fake_model m({ linked(8, 1, 1, 1) }, { 0 });
+    m.place_slots(4, 0);
+    auto & down = m.layout.groups[0].banks[COPY_HIGH][2];
+    const auto write = down.write;
+    down.write = [write](size_t offset, const void * data, size_t n) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        write(offset, data, n);
+    };
+    hobbit_params p = test_params(1.0f, 1.0f);
+    engine e(m.layout, p, divided_by(m, p, HOBBIT_MISS_FETCH), std::make_unique<fake_storage>(m));
+    const float one = 1.0f;
+    const int32_t zero = 0;
+    for (int32_t step = 0; step < 3; ++step) {
+        const int32_t id = step == 0 ? 0 : step + 4;
+        if (step > 0) {
+            CHECK_EQ(e.prefetch(0, id, COPY_HIGH), 1);
+        }
+        e.begin_graph();
+        int32_t high, low, kept;
+        e.route({ 0, 1, 1, 1, &id, &one, &e, &zero, &step, true }, 0, { &high, &low, &kept });
+        e.arrive(0, nullptr);
+        CHECK(high >= 0);
+        for (int proj = 0; proj < 3; ++proj) {
+            CHECK(m.holds(0, id, COPY_HIGH, high, proj));
+        }
+        e.end_graph();
+    }
+}
+
 TEST(whole_groups_are_filled_and_stay) {
     for (bool link : { true, false }) {
         group_spec small = linked(4, 2);
