@@ -58,6 +58,11 @@ bool engine::at_once(int layer, int n_tokens, int n_used) const {
     return g.has_link() && n_tokens < BULK_TOKENS && std::min<int64_t>(l.n_expert, (int64_t) n_tokens * n_used) <= g.n_slots[COPY_HIGH];
 }
 
+bool engine::uses_low(int layer, int n_tokens, int n_used) const {
+    const layer_layout & l = layout_.layers[layer];
+    return !layout_.groups[l.group].has_link() || n_tokens < BULK_TOKENS || (int64_t) n_tokens * n_used < 4 * l.n_expert;
+}
+
 void engine::fill_whole_groups() {
     std::vector<std::string> errors;
     for (size_t gi = 0; gi < layout_.groups.size(); ++gi) {
@@ -311,8 +316,17 @@ void engine::count_as_hit(const expert_plan & p) {
     }
 }
 
-// Has the running large batch all the slots that it may take from smaller ones?
-bool engine::window_is_full(const pool & p) const { return bulk_ && p.n_streamed() >= std::max(2, p.n_slots() / BULK_WAVES); }
+// Has the running large batch all the slots that it may take from smaller ones? With a link it needs room for three
+// waves, or the link runs dry: one that computes, one that loads, and the next layer's first.
+bool engine::window_is_full(const pool & p) const {
+    if (!bulk_) {
+        return false;
+    }
+    const group_layout & g = layout_.groups[layout_.layers[layer_].group];
+    const int window = std::max(2, p.n_slots() / BULK_WAVES);
+    const int flight = g.has_link() ? 3 * ((g.n_expert + BULK_WAVES - 1) / BULK_WAVES) : 0;
+    return p.n_streamed() >= std::max(window, std::min(flight, p.n_slots() - g.n_used));
+}
 
 int engine::find_victim(pool & p, int copy, bool must) {
     const policy_context ctx = context_for(layout_.layers[layer_].group);

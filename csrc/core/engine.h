@@ -69,6 +69,10 @@ class engine {
     // Are all waves of a batch of this size handed out together?
     bool at_once(int layer, int n_tokens, int n_used) const;
 
+    // Can a batch of this size be served by low copies? Where a link brings loads, a prompt that uses every expert
+    // several times is not: hardly an expert stays that nobody leans on, and products with the low ones would cost more.
+    bool uses_low(int layer, int n_tokens, int n_used) const;
+
     // Read all experts of the groups whose slots hold them all. Such a group needs no routing (resident()) unless
     // somebody listens to it. Throws std::runtime_error.
     void fill_whole_groups();

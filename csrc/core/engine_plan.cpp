@@ -67,6 +67,11 @@ void engine::select(const route_request & req) {
             plans_[p].wanted = std::max(plans_[p].wanted, wanted_[i]);
         }
     }
+    if (!uses_low(layer_, n_tokens_, n_used_)) {
+        for (expert_plan & p : plans_) {
+            p.wanted = p.wanted == HOBBIT_LOW ? HOBBIT_HIGH : p.wanted;
+        }
+    }
 }
 
 // A resident copy at least as good as wanted serves as it is; a skip also takes a low one.
@@ -85,7 +90,7 @@ void engine::look_up() {
     }
     for (expert_plan & p : plans_) {
         for (int c = 0; c < N_COPIES && p.copy < 0; ++c) {
-            if (c == COPY_LOW && p.wanted == HOBBIT_HIGH) {
+            if (c == COPY_LOW && (p.wanted == HOBBIT_HIGH || !uses_low(layer_, n_tokens_, n_used_))) {
                 break;
             }
             pool & pl = pool_of(layer_, c);

@@ -226,6 +226,7 @@ hobbit_moe::hobbit_moe(const llm_graph_context & g, const ggml_tensor * exps, gg
     n_waves_  = e.waves(layer_, n_tokens, n_used);
     at_once_  = e.at_once(layer_, n_tokens, n_used);
     has_cpu_  = e.has_cpu_part(n_tokens);
+    uses_low_ = e.uses_low(layer_, n_tokens, n_used);
     divided_  = has_cpu_ && group.n_units > 1;
     cpu_pass_ = !has_cpu_ ? -1 : at_once_ ? n_waves_ : 1;
     if (group.has_link()) {
@@ -371,7 +372,7 @@ ggml_tensor * hobbit_moe::mul_mat_id(const ggml_tensor * w, ggml_tensor * x, ggm
     }
     for (int c = 0; c < hob::N_COPIES; ++c) {
         ggml_tensor * bank = on_cpu ? h_->host[layer_].tensor[c][proj] : banks_->tensor[c][proj];
-        if (!bank) {
+        if (!bank || (c == hob::COPY_LOW && !uses_low_)) {
             continue;
         }
         ggml_tensor * ids = on_cpu ? plane(route0_, PLANE_CPU_HIGH + c) : at_once_ ? plane(dev0_, (wave_ == 0 ? PLANE_HIGH : PLANE_HIGH_1) + c)

@@ -66,6 +66,7 @@ class hobbit_moe {
     bool resident_ = false;
     bool at_once_  = false;
     bool divided_  = false;     // experts may be
+    bool uses_low_ = true;
     void * compute_ = nullptr;  // the back end that computes with the slots, where they are on a device
     ggml_tensor * ids_;
     ggml_tensor * weights_;

@@ -220,7 +220,7 @@ void driver::layer(int layer, int n_tokens, int n_used, const std::vector<int32_
         if (settings_change) {
             continue;
         }
-        if (most[e] == HOBBIT_HIGH) {
+        if (most[e] == HOBBIT_HIGH || (s.copy >= 0 && !engine->uses_low(layer, n_tokens, n_used))) {
             CHECK_EQ(s.copy, (int) COPY_HIGH);
         } else if (most[e] == HOBBIT_LOW) {
             CHECK(s.copy >= 0);
