@@ -123,7 +123,9 @@ def test_reader_of_the_pipe_goes_away(dual):
 
 
 def test_interrupt(dual):
-    p = subprocess.Popen([*HOBBIT, "run", str(dual), "-p", "Once", "-n", "500", "--threads", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # Ctrl-C as in a terminal: what a shell starts in the background ignores it
+    p = subprocess.Popen([*HOBBIT, "run", str(dual), "-p", "Once", "-n", "500", "--threads", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     p.stdout.read(5)
     p.send_signal(signal.SIGINT)
     _, err = p.communicate(timeout=30)

@@ -303,19 +303,6 @@ void engine::wait_late(int wave, const int32_t * high_in, const int32_t * low_in
     }
 }
 
-// A planned miss that was loaded ahead before its turn came.
-void engine::count_as_hit(const expert_plan & p) {
-    hobbit_stats & st = stats_[layer_];
-    const bool high = p.copy == COPY_HIGH;
-    for (size_t i = 0; i < experts_.size(); ++i) {
-        if (experts_[i] == p.expert) {
-            (high ? st.misses_high : st.misses_low)--;
-            (high ? st.hits_high : st.hits_low)++;
-            st.upgrades += (high ? HOBBIT_HIGH : HOBBIT_LOW) > wanted_[i];
-        }
-    }
-}
-
 // Has the running large batch all the slots that it may take from smaller ones? With a link it needs room for three
 // waves, or the link runs dry: one that computes, one that loads, and the next layer's first.
 bool engine::window_is_full(const pool & p) const {
@@ -362,27 +349,7 @@ bool engine::issue(int wave, bool must) {
             continue;
         }
         pool & pl = pool_of(layer_, p.copy);
-        int s = pl.find(layer_, p.expert);
-        if (s >= 0 && !pl.at(s).load.failed && !p.cpu) {
-            // loaded ahead since this layer was planned
-            slot & x = pl.at(s);
-            loader_.promote(x.load);
-            x.pins++;
-            x.last_clock = clock_;
-            x.last_pass  = pass_;
-            p.slot = s;
-            p.pins = 1;
-            x.prefetched = false;
-            st.prefetch_hits++;
-            count_as_hit(p);
-            event(HOBBIT_EVENT_HIT, layer_, p.expert, p.copy, s);
-            continue;
-        }
-        if (s >= 0) {
-            loader_.wait_done(pl.at(s).load);
-            pl.release(s);
-        }
-        s = find_victim(pl, p.copy, must);
+        const int s = find_victim(pl, p.copy, must);
         if (s < 0) {
             ok = false;
             break;
@@ -520,6 +487,9 @@ int engine::prefetch(int layer, int expert, int copy) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (layer < 0 || layer >= (int) layout_.layers.size() || expert < 0 || expert >= layout_.layers[layer].n_expert || copy < 0 || copy >= N_COPIES) {
         return -1;
+    }
+    if (layer == layer_ && n_waves_ > 0 && plan_of_[expert] >= 0) {
+        return 0; // it is being served right now
     }
     if (records_.active().empty() || pool_of(layer, COPY_HIGH).find(layer, expert) >= 0 || pool_of(layer, copy).find(layer, expert) >= 0) {
         return 0;

@@ -137,7 +137,6 @@ class engine {
     bool issue(int wave, bool must);
     int  find_victim(pool & p, int copy, bool must);
     bool window_is_full(const pool & p) const;
-    void count_as_hit(const expert_plan & p);
     int  load_ahead(int layer, int expert, int copy, load_priority priority, bool same_layer = false);
     void load_next_layer();
     bool wait(int wave, load_part part);

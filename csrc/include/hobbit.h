@@ -237,7 +237,7 @@ HOBBIT_API void hobbit_set_hooks(struct hobbit * h, const struct hobbit_hooks * 
 HOBBIT_API void hobbit_get_params(struct hobbit * h, struct hobbit_params * params);
 
 // Ask for a copy of an expert to be loaded when the storage is idle. 1: queued, 0: nothing to do
-// (already there, no slot to spare), < 0: bad arguments.
+// (already there, being served right now, no slot to spare), < 0: bad arguments.
 HOBBIT_API int  hobbit_prefetch(struct hobbit * h, int32_t layer, int32_t expert, int32_t precision);
 
 // --- reports ---------------------------------------------------------------------------------
