@@ -234,6 +234,89 @@ ggml_tensor * hobbit_tensor_meta(const hobbit * h, const char * name) {
 
 bool hobbit_has_expert_tensor(const hobbit * h, const std::string & name) { return h && h->meta.count(name) > 0; }
 
+// Memory for the slots of group gi, and how they are written. Throws std::runtime_error.
+static void place_banks(hobbit & h, size_t gi, hob::group_layout & g, const group_plan & plan) {
+    h.banks.emplace_back();
+    hobbit::group_banks & gb = h.banks.back();
+    gb.buft_name = ggml_backend_buft_name(plan.buft);
+    gb.dev       = ggml_backend_buft_get_device(plan.buft);
+
+    // one buffer a group: tensors on page boundaries, so that aligned slots can be read into directly
+    const size_t align = std::max(hob::IO_ALIGN, ggml_backend_buft_get_alignment(plan.buft));
+    const auto pad = [&](size_t x) { return (x + align - 1) / align * align; };
+    size_t total = align;
+    for (int c = 0; c < hob::N_COPIES; ++c) {
+        for (int p = 0; p < g.n_proj; ++p) {
+            const hobbit_expert_tensor & t = h.sidecar.tensors[plan.example->tensors[p]];
+            const std::string kind = t.name.substr(t.name.find("ffn_") + 4, t.name.rfind('_') - t.name.find("ffn_") - 4);
+            gb.types[c] += (p ? ", " : "") + kind + " " + ggml_type_name(t.type[c]);
+            if (g.n_slots[c] == 0) {
+                continue;
+            }
+            gb.tensor[c][p] = ggml_new_tensor_3d(h.bank_ctx.get(), t.type[c], t.ne[0], t.ne[1], g.n_slots[c]);
+            ggml_format_name(gb.tensor[c][p], "hobbit.%zu.%s.%s", gi, c == hob::COPY_HIGH ? "high" : "low", kind.c_str());
+            total += pad(ggml_backend_buft_get_alloc_size(plan.buft, gb.tensor[c][p]));
+        }
+    }
+    if (h.host.empty()) {
+        g.n_units = 1; // what is read from files is read whole
+    } else if (g.n_units > 1) {
+        gb.heads = ggml_new_tensor_2d(h.bank_ctx.get(), GGML_TYPE_F32, (int64_t) g.n_units * g.unit, g.n_units + 1);
+        total += pad(ggml_nbytes(gb.heads));
+    }
+    if (!ggml_backend_buft_is_host(plan.buft)) {
+        total += READ_BEYOND;
+    }
+    ggml_backend_buffer_t buf = ggml_backend_buft_alloc_buffer(plan.buft, total);
+    if (!buf) {
+        throw std::runtime_error("out of memory: " + std::to_string(total) + " bytes for expert slots in " + gb.buft_name);
+    }
+    h.bank_bufs.emplace_back(buf);
+    ggml_backend_buffer_set_usage(buf, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    if (gb.heads) {
+        ggml_backend_buffer_clear(buf, 0); // products with the part of a divided expert read the whole slot: no NaN may be there
+    }
+    const bool host = ggml_backend_buffer_is_host(buf);
+    uint8_t * at = (uint8_t *) ggml_backend_buffer_get_base(buf);
+    at += pad((size_t) at) - (size_t) at;
+    for (int c = 0; c < hob::N_COPIES; ++c) {
+        for (int p = 0; p < g.n_proj; ++p) {
+            ggml_tensor * t = gb.tensor[c][p];
+            if (!t) {
+                continue;
+            }
+            if (ggml_backend_tensor_alloc(buf, t, at) != GGML_STATUS_SUCCESS) {
+                throw std::runtime_error("cannot place expert slots in " + gb.buft_name);
+            }
+            at += pad(ggml_backend_buft_get_alloc_size(plan.buft, t));
+            hob::bank & bank = g.banks[c][p];
+            bank.stride = t->nb[2];
+            if (host) {
+                bank.base = (uint8_t *) t->data;
+                continue;
+            }
+            bank.write = hobbit_uploader(t);
+            if (h.links.count(gb.dev) == 0) {
+                h.links[gb.dev] = h.host.empty() ? nullptr : hobbit_make_link(gb.dev);
+            }
+            bank.link   = h.links[gb.dev].get();
+            bank.memory = t;
+        }
+    }
+    if (!host && !g.has_link()) {
+        g.n_units = 1;
+    }
+    if (gb.heads) {
+        ggml_backend_tensor_alloc(buf, gb.heads, at);
+        const int64_t n_ff = gb.heads->ne[0];
+        std::vector<float> heads(n_ff * (g.n_units + 1));
+        for (int u = 0; u <= g.n_units; ++u) {
+            std::fill_n(heads.begin() + u * n_ff, u * g.unit, 1.0f);
+        }
+        ggml_backend_tensor_set(gb.heads, heads.data(), 0, heads.size() * sizeof(float));
+    }
+}
+
 void hobbit_start(hobbit & h, const llama_model & model) {
     std::vector<int> n_used;
     std::vector<ggml_backend_buffer_type_t> bufts;
@@ -269,85 +352,7 @@ void hobbit_start(hobbit & h, const llama_model & model) {
 
     h.bank_ctx.reset(ggml_init({ ggml_tensor_overhead() * layout.groups.size() * (hob::N_COPIES * hob::MAX_PROJ + 1), nullptr, /*.no_alloc =*/ true }));
     for (size_t gi = 0; gi < layout.groups.size(); ++gi) {
-        hob::group_layout & g = layout.groups[gi];
-        const group_plan & plan = plans[gi];
-        h.banks.emplace_back();
-        hobbit::group_banks & gb = h.banks.back();
-        gb.buft_name = ggml_backend_buft_name(plan.buft);
-        gb.dev       = ggml_backend_buft_get_device(plan.buft);
-
-        // one buffer a group: tensors on page boundaries, so that aligned slots can be read into directly
-        const size_t align = std::max(hob::IO_ALIGN, ggml_backend_buft_get_alignment(plan.buft));
-        const auto pad = [&](size_t x) { return (x + align - 1) / align * align; };
-        size_t total = align;
-        for (int c = 0; c < hob::N_COPIES; ++c) {
-            for (int p = 0; p < g.n_proj; ++p) {
-                const hobbit_expert_tensor & t = h.sidecar.tensors[plan.example->tensors[p]];
-                const std::string kind = t.name.substr(t.name.find("ffn_") + 4, t.name.rfind('_') - t.name.find("ffn_") - 4);
-                gb.types[c] += (p ? ", " : "") + kind + " " + ggml_type_name(t.type[c]);
-                if (g.n_slots[c] == 0) {
-                    continue;
-                }
-                gb.tensor[c][p] = ggml_new_tensor_3d(h.bank_ctx.get(), t.type[c], t.ne[0], t.ne[1], g.n_slots[c]);
-                ggml_format_name(gb.tensor[c][p], "hobbit.%zu.%s.%s", gi, c == hob::COPY_HIGH ? "high" : "low", kind.c_str());
-                total += pad(ggml_backend_buft_get_alloc_size(plan.buft, gb.tensor[c][p]));
-            }
-        }
-        if (h.host.empty()) {
-            g.n_units = 1; // what is read from files is read whole
-        } else if (g.n_units > 1) {
-            gb.heads = ggml_new_tensor_2d(h.bank_ctx.get(), GGML_TYPE_F32, (int64_t) g.n_units * g.unit, g.n_units + 1);
-            total += pad(ggml_nbytes(gb.heads));
-        }
-        total += READ_BEYOND;
-        ggml_backend_buffer_t buf = ggml_backend_buft_alloc_buffer(plan.buft, total);
-        if (!buf) {
-            throw std::runtime_error("out of memory: " + std::to_string(total) + " bytes for expert slots in " + gb.buft_name);
-        }
-        h.bank_bufs.emplace_back(buf);
-        ggml_backend_buffer_set_usage(buf, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-        if (!ggml_backend_buffer_is_host(buf)) {
-            ggml_backend_buffer_clear(buf, 0); // products with the part of a divided expert read the whole slot: no NaN may be there
-        }
-        const bool host = ggml_backend_buffer_is_host(buf);
-        uint8_t * at = (uint8_t *) ggml_backend_buffer_get_base(buf);
-        at += pad((size_t) at) - (size_t) at;
-        for (int c = 0; c < hob::N_COPIES; ++c) {
-            for (int p = 0; p < g.n_proj; ++p) {
-                ggml_tensor * t = gb.tensor[c][p];
-                if (!t) {
-                    continue;
-                }
-                if (ggml_backend_tensor_alloc(buf, t, at) != GGML_STATUS_SUCCESS) {
-                    throw std::runtime_error("cannot place expert slots in " + gb.buft_name);
-                }
-                at += pad(ggml_backend_buft_get_alloc_size(plan.buft, t));
-                hob::bank & bank = g.banks[c][p];
-                bank.stride = t->nb[2];
-                if (host) {
-                    bank.base = (uint8_t *) t->data;
-                    continue;
-                }
-                bank.write = hobbit_uploader(t);
-                if (h.links.count(gb.dev) == 0) {
-                    h.links[gb.dev] = h.host.empty() ? nullptr : hobbit_make_link(gb.dev);
-                }
-                bank.link   = h.links[gb.dev].get();
-                bank.memory = t;
-            }
-        }
-        if (!host && !g.has_link()) {
-            g.n_units = 1;
-        }
-        if (gb.heads) {
-            ggml_backend_tensor_alloc(buf, gb.heads, at);
-            const int64_t n_ff = gb.heads->ne[0];
-            std::vector<float> heads(n_ff * (g.n_units + 1));
-            for (int u = 0; u <= g.n_units; ++u) {
-                std::fill_n(heads.begin() + u * n_ff, u * g.unit, 1.0f);
-            }
-            ggml_backend_tensor_set(gb.heads, heads.data(), 0, heads.size() * sizeof(float));
-        }
+        place_banks(h, gi, layout.groups[gi], plans[gi]);
     }
     if (!h.host.empty() && (device || h.params.miss == HOBBIT_MISS_CPU || h.params.link_speed > 0.0)) {
         hobbit_measure_speeds(h, layout, b);
