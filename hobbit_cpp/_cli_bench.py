@@ -26,7 +26,7 @@ def bench(args) -> int:
     common = {"n_ctx": n_ctx, "verbose": args.verbose}
     jobs = [(args.model, {**common, **arguments})]
     if args.against:
-        jobs.append((args.against, {**common, **{k: v for k, v in arguments.items() if k.startswith("n_threads")}}))
+        jobs.append((args.against, {**common, **{k: v for k, v in arguments.items() if k.startswith(("n_threads", "n_gpu_layers"))}}))
     results = [[] for _ in jobs]
     for _ in range(args.repeat):  # in turn, so that a change on the machine meets both
         for (path, kwargs), found in zip(jobs, results):

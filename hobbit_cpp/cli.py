@@ -9,7 +9,7 @@ import warnings
 
 from ._version import __version__
 from .errors import HobbitError
-from .settings import POLICIES
+from .settings import MISS, POLICIES
 
 DESCRIPTION = "Run mixture-of-experts models that do not fit into memory."
 EPILOG = "A model is converted once (hobbit convert SRC.gguf -o OUT.gguf) and then run (hobbit run OUT.gguf)."
@@ -24,19 +24,29 @@ def add_offload_arguments(p: argparse.ArgumentParser) -> None:
     g.add_argument("--low-fraction", type=float, metavar="X", help="share of that memory for low copies (default: 0)")
     g.add_argument("--io-threads", type=int, metavar="N", help="reads in flight (default: 4)")
     g.add_argument("--no-direct-io", action="store_true", help="read through the page cache")
+    g.add_argument("--host-copies", metavar="SIZE", help="copies of experts in RAM: all, none, 16GiB of them, or auto (default: on a GPU as many as fit)")
+    g.add_argument("--miss", choices=MISS, help="with all copies in RAM, misses are fetched, computed by the CPU, or divided (default: auto, divided)")
 
 
 def add_model_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ctx", type=int, metavar="N", help="context in tokens (default: the model's, at most 4096)")
     p.add_argument("--threads", type=int, metavar="N", help="computing threads (default: half of the cores)")
+    p.add_argument("-ngl", "--gpu-layers", type=int, metavar="N", help="layers on the GPU, -1: all (default: none)")
     p.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
 
 
 def llama_arguments(args) -> dict:
-    """Keyword arguments for Llama; what was not given is left out."""
+    """Keyword arguments for Llama; what was not given is left out. ValueError for layers on a GPU without one."""
+    if args.gpu_layers:
+        from . import bindings  # noqa: F401  before llama_cpp: it makes llama_cpp use our libraries
+        import llama_cpp
+
+        if not llama_cpp.llama_supports_gpu_offload():
+            raise ValueError("--gpu-layers: this build has no GPU back end, or there is no GPU; for NVIDIA's build with CMAKE_ARGS=-DGGML_CUDA=ON make setup")
     given = {"t1": args.t1, "t2": args.t2, "cache_bytes": args.cache, "policy": args.policy, "low_fraction": args.low_fraction,
              "n_io_threads": args.io_threads, "direct_io": False if args.no_direct_io else None,
-             "n_threads": args.threads, "n_threads_batch": args.threads}
+             "host_copies": {"all": True, "none": False}.get(args.host_copies, args.host_copies), "miss": args.miss,
+             "n_gpu_layers": args.gpu_layers, "n_threads": args.threads, "n_threads_batch": args.threads}
     return {k: v for k, v in given.items() if v is not None}
 
 

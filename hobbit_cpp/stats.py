@@ -52,6 +52,8 @@ def settings_lines(s: dict) -> list[str]:
         f"budget {format_bytes(b['budget_bytes'])} of {format_bytes(b['high_bytes'])} (floor {format_bytes(b['floor_bytes'])})",
         *(f"{g['high_slots']} high ({_types(g['high_types'])}) and {g['low_slots']} low ({_types(g['low_types'])}) slots on {g['backend']} "
           f"for {g['n_layers']} layers of {g['n_expert']} experts" for g in s["groups"]),
+        *([f"{format_bytes(b['host_bytes'])} of copies in host memory; misses: {'divided between link and CPU' if p['miss'] == 'auto' else p['miss']}"]
+          if p["host_copies"] else []),
         f"T1 {p['t1']:g}, T2 {p['t2']:g}, policy {p['policy']}, {p['n_io_threads']} {'direct' if p['direct_io'] else 'buffered'} reads at a time",
     ]
 

@@ -75,6 +75,25 @@ def test_run(hobbit, dual):
     assert re.search(r"^  all +\d+ ", err, re.M) and re.search(r"^    5 +5 ", err, re.M)
 
 
+def test_run_with_copies_in_memory(hobbit, dual):
+    argv = ("run", dual, "-p", "Once upon a time", "-n", 8, "--threads", 1, "--temp", 0, "--cache", "30%", "--t1", 1, "--stats")
+    plain = hobbit(*argv)
+    for more in (("--host-copies", "all", "--miss", "cpu"), ("--host-copies", "8MiB"), ("--host-copies", "none")):
+        status, out, err = hobbit(*argv, *more)
+        assert (status, out) == (0, plain[1])
+        assert ("of copies in host memory; misses: " in err) == (more[1] != "none")
+    status, _, err = hobbit(*argv, "--host-copies", "plenty")
+    assert status == 1 and "host_copies is 'plenty'" in err
+
+
+def test_gpu_layers_need_a_gpu(hobbit, dual):
+    import llama_cpp
+    if llama_cpp.llama_supports_gpu_offload():
+        pytest.skip("this build has a GPU back end")
+    status, out, err = hobbit("run", dual, "-p", "Once", "-ngl", 99)
+    assert (status, out) == (1, "") and err.startswith("error: --gpu-layers: this build has no GPU back end") and err.count("\n") == 1
+
+
 def test_run_an_ordinary_file(hobbit):
     status, out, err = hobbit("run", SOURCE, "-p", "Once", "-n", 4, "--threads", 1, "--temp", 0, "--stats")
     assert status == 0 and out.strip() and "hits" not in err and "no experts are offloaded" in err
