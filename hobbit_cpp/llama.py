@@ -53,8 +53,8 @@ class Llama(llama_cpp.Llama):
             False; a size as for cache_bytes: so much memory for some of them, a second level between the file and the
             slots; "auto" (default): where the slots are on a GPU, all if the memory is there, else as many as fit.
         miss: Who serves a miss when all copies are in host memory: "fetch" brings it into a slot, "cpu" lets the
-            CPU compute it, "auto" (default) divides a layer's misses by the measured speeds. Without host
-            copies every miss is fetched.
+            CPU compute it (and holds the copies for that), "auto" (default) divides a layer's misses by the measured
+            speeds. Without all copies there every miss is fetched; offload_stats() says what is in force.
         admit: Does an expert that the CPU computed also get a slot: "never", "free" (while slots are free), or "often"
             (default), also where it is used more than twice as often as the expert it would push out.
         preload: Read the experts into their slots at load where the slots of a group of layers hold them all. Those
@@ -308,7 +308,7 @@ class Llama(llama_cpp.Llama):
         mode      "mixed", "high" (t1 >= 1) or "none" (ordinary GGUF; then only mode and model are there)
         model, sidecar   paths
         settings  t1, t2, policy, policy_weights, low_fraction, n_io_threads, direct_io (in force), force_miss, cache_bytes (as given),
-                  miss and host_copies (in force)
+                  miss, host_copies and host_pinned (in force)
         budget    budget_bytes, floor_bytes, slot_bytes, staging_bytes, record_bytes, high_bytes, low_bytes (all experts)
         groups    per set of alike layers: slots, resident copies, types, bytes of an expert, backend
         totals    counters (stats.py)
@@ -338,7 +338,7 @@ class Llama(llama_cpp.Llama):
                 "policy_weights": [_plain(w) for w in p.policy_weights] if POLICIES[p.policy] == "hobbit" else None,
                 "low_fraction": _plain(p.low_fraction), "n_io_threads": p.n_io_threads, "direct_io": bool(info.direct_io),
                 "force_miss": bool(p.force_miss), "cache_bytes": self._settings.cache_bytes,
-                "miss": MISS[info.miss], "host_copies": info.host_bytes > 0,
+                "miss": MISS[info.miss], "host_copies": info.host_bytes > 0, "host_pinned": bool(info.host_pinned),
             },
             "budget": {k: v for k, v in _dict(info).items() if k.endswith("_bytes")},
             "groups": groups,

@@ -4,7 +4,7 @@ A counters dictionary has every field of struct hobbit_stats (csrc/include/hobbi
 
     hit_rate         share of the served requests whose copy was resident
     share_high, share_low, share_skip   how requests were served
-    bytes_per_token  bytes read from the file per token; of a layer: per token and layer
+    bytes_per_token  bytes brought into slots per token; of a layer: per token and layer
 
 Shares are 0 where there was nothing to share.
 """
@@ -52,7 +52,7 @@ def settings_lines(s: dict) -> list[str]:
         f"budget {format_bytes(b['budget_bytes'])} of {format_bytes(b['high_bytes'])} (floor {format_bytes(b['floor_bytes'])})",
         *(f"{g['high_slots']} high ({_types(g['high_types'])}) and {g['low_slots']} low ({_types(g['low_types'])}) slots on {g['backend']} "
           f"for {g['n_layers']} layers of {g['n_expert']} experts" for g in s["groups"]),
-        *([f"{format_bytes(b['host_bytes'])} of copies in host memory; misses: {'divided between link and CPU' if p['miss'] == 'auto' else p['miss']}"]
+        *([f"{format_bytes(b['host_bytes'])} of copies in {'pinned ' if p['host_pinned'] else ''}host memory; misses: {'divided between link and CPU' if p['miss'] == 'auto' else p['miss']}"]
           if p["host_copies"] else []),
         f"T1 {p['t1']:g}, T2 {p['t2']:g}, policy {p['policy']}, {p['n_io_threads']} {'direct' if p['direct_io'] else 'buffered'} reads at a time",
     ]
@@ -76,6 +76,10 @@ def table(s: dict) -> str:
     lines.append("")
     lines.append(f"read {format_bytes(t['bytes_read'])} in {t['graphs']} forward passes; time: {t['compute_us'] / 1e6:.2f} s computing, "
                  f"{t['wait_us'] / 1e6:.2f} s waiting for experts, {t['plan_us'] / 1e6:.2f} s planning")
+    if t["bytes_cpu"]:
+        lines.append(f"the CPU computed {format_bytes(t['bytes_cpu'])} of missed experts in {t['cpu_us'] / 1e6:.2f} s")
+    if t["host_hits"]:
+        lines.append(f"{t['host_hits']} loads came from copies in host memory, {format_bytes(t['bytes_storage'])} from the file")
     if t["prefetches"]:
         lines.append(f"prefetched {t['prefetches']} experts, {t['prefetch_hits']} of them used")
     return "\n".join(lines)

@@ -78,10 +78,11 @@ def test_run(hobbit, dual):
 def test_run_with_copies_in_memory(hobbit, dual):
     argv = ("run", dual, "-p", "Once upon a time", "-n", 8, "--threads", 1, "--temp", 0, "--cache", "30%", "--t1", 1, "--stats")
     plain = hobbit(*argv)
-    for more in (("--host-copies", "all", "--miss", "cpu"), ("--host-copies", "8MiB"), ("--host-copies", "none")):
+    for more in (("--host-copies", "all", "--miss", "cpu"), ("--miss", "cpu"), ("--host-copies", "8MiB"), ("--host-copies", "none")):
         status, out, err = hobbit(*argv, *more)
         assert (status, out) == (0, plain[1])
-        assert ("of copies in host memory; misses: " in err) == (more[1] != "none")
+        assert ("of copies in host memory; misses: " in err) == ("none" not in more)
+        assert ("the CPU computed" in err) == ("cpu" in more)
     status, _, err = hobbit(*argv, "--host-copies", "plenty")
     assert status == 1 and "host_copies is 'plenty'" in err
 

@@ -31,9 +31,9 @@ inline int low_floor(const group_layout & g) { return g.n_used > 1 ? g.n_used - 
 // Sizes and the floor of a layout; total stays 0. record_bytes: what the bookkeeping takes.
 budget measure(const model_layout & layout, const hobbit_params & params, uint64_t record_bytes);
 
-// With HOBBIT_BUDGET_DEVICE, b.total is given. Fill in n_slots of every group and the rest of b. Every group gets its floor (the experts of one
-// token, all high; and all but rank 0 low); what is left is divided in proportion to the groups' bytes,
-// low_fraction of it for low copies. Returns "" or why the budget is refused.
+// Fill in n_slots of every group and the rest of b; with HOBBIT_BUDGET_DEVICE, b.total is given. Every group gets
+// its floor (the experts of one token, all high; and all but rank 0 low); what is left is divided in proportion to
+// the groups' bytes, low_fraction of it for low copies. Returns "" or why the budget is refused.
 std::string divide(model_layout & layout, const hobbit_params & params, budget & b);
 
 } // namespace hob

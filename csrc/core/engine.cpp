@@ -64,7 +64,6 @@ bool engine::uses_low(int layer, int n_tokens, int n_used) const {
 }
 
 void engine::fill_whole_groups() {
-    std::vector<std::string> errors;
     for (size_t gi = 0; gi < layout_.groups.size(); ++gi) {
         group_layout & g = layout_.groups[gi];
         pool & pl = pools_[gi * N_COPIES + COPY_HIGH];
@@ -237,29 +236,31 @@ void engine::cpu_begins() {
 }
 
 void engine::cpu_done() {
-    std::lock_guard<std::recursive_mutex> lock(mutex_);
-    const group_layout & g = layout_.groups[layout_.layers[layer_].group];
-    uint64_t ticket = 0;
-    uint64_t loaded = 0;
+    const int64_t done = now_us();
+    device_link * link = nullptr;
+    uint64_t ticket   = 0;
+    uint64_t loaded   = 0;
     uint64_t computed = 0;
-    for (const expert_plan & p : plans_) {
-        if (p.load && p.slot >= 0) {
-            ticket  = std::max(ticket, pool_of(layer_, p.copy).at(p.slot).load.ticket);
-            loaded += part_bytes(p);
-        }
-        if (p.cpu) {
-            computed += g.expert_bytes(p.copy) - (p.load ? part_bytes(p) : 0);
+    {
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        link = layout_.groups[layout_.layers[layer_].group].banks[COPY_HIGH][0].link;
+        for (const expert_plan & p : plans_) {
+            computed += cpu_bytes(p);
+            if (p.load && p.slot >= 0) {
+                ticket  = std::max(ticket, pool_of(layer_, p.copy).at(p.slot).load.ticket);
+                loaded += part_bytes(p);
+            }
         }
     }
-    const int64_t done = now_us();
     int64_t arrived = done;
-    if (ticket > 0) {
-        g.banks[COPY_HIGH][0].link->wait(ticket);
+    if (ticket > 0) { // without the lock: others may read statistics meanwhile
+        link->wait(ticket);
         arrived = now_us();
     }
     // a wait shorter than this may be the question itself: asking a device costs that long
     constexpr int64_t ASKING_US = 25;
     const bool link_last = arrived - done > ASKING_US;
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (budget_.miss == HOBBIT_MISS_AUTO && !params_.link_speed) {
         speeds_.observe(ticket ? (double) loaded : 0.0, (arrived - issued_us_) / 1e6, link_last, (double) computed, (done - cpu_us_) / 1e6);
     }

@@ -134,6 +134,7 @@ class engine {
     void count(const route_request & req);
     void admit();
     uint64_t part_bytes(const expert_plan & p) const;
+    uint64_t cpu_bytes(const expert_plan & p) const;
     bool issue(int wave, bool must);
     int  find_victim(pool & p, int copy, bool must);
     bool window_is_full(const pool & p) const;

@@ -152,11 +152,16 @@ void engine::share_with_cpu() {
         p.load  = m.link > 0;
         p.cpu   = m.link < m.units;
         p.units = p.cpu ? m.link : 0;
+        stats_[layer_].bytes_cpu += cpu_bytes(p);
         if (p.cpu) {
-            stats_[layer_].bytes_cpu += g.expert_bytes(p.copy) - (p.load ? part_bytes(p) : 0);
             event(HOBBIT_EVENT_CPU, layer_, p.expert, p.copy, -1);
         }
     }
+}
+
+// Bytes of it that the CPU computes.
+uint64_t engine::cpu_bytes(const expert_plan & p) const {
+    return !p.cpu ? 0 : layout_.groups[layout_.layers[layer_].group].expert_bytes(p.copy) - (p.load ? part_bytes(p) : 0);
 }
 
 // Bytes that are loaded for it.

@@ -35,11 +35,13 @@ bool hobbit_wants_host_copies(const hobbit & h, const hob::budget & b, ggml_back
     const uint64_t need = b.high + b.low;
     const uint64_t have = hobbit_free_memory(nullptr);
     const bool fits = have == 0 || need + HOST_RESERVE <= have;
-    if (h.params.host_copies == HOBBIT_HOST_ON && !fits) {
+    // who asks the CPU to compute misses asks for the copies, too
+    const bool on = h.params.host_copies == HOBBIT_HOST_ON || (h.params.host_copies == HOBBIT_HOST_AUTO && h.params.miss == HOBBIT_MISS_CPU);
+    if (on && !fits) {
         throw std::runtime_error("host_copies: both copies of all experts need " + std::to_string(need) + " bytes and " + std::to_string(HOST_RESERVE) +
-                                 " for the rest, but only " + std::to_string(have) + " are available: leave them on storage (host_copies off)");
+                                 " for the rest, but only " + std::to_string(have) + " are available: leave them on storage (host_copies off, miss fetch)");
     }
-    return h.params.host_copies == HOBBIT_HOST_ON || (h.params.host_copies == HOBBIT_HOST_AUTO && device && fits);
+    return on || (h.params.host_copies == HOBBIT_HOST_AUTO && device && fits);
 }
 
 // The buffer type of memory that the device reads by itself; plain memory where there is no device, or none such.
