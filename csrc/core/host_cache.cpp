@@ -54,8 +54,7 @@ bool host_cache::serve(load_request & r, uint64_t now) {
         }
         if (!e.busy.failed) {
             r.host      = p.memory.base + (size_t) where * p.memory.stride;
-            r.host_busy = &e.busy;
-            e.last      = now;
+            take(r, e, now);
             return true;
         }
         e.layer = e.expert = -1;
@@ -78,11 +77,17 @@ bool host_cache::serve(load_request & r, uint64_t now) {
     }
     e.layer  = layer;
     e.expert = r.expert;
-    e.last   = now;
     where    = best;
-    r.stage     = p.memory.base + (size_t) best * p.memory.stride;
-    r.host_busy = &e.busy;
+    r.stage  = p.memory.base + (size_t) best * p.memory.stride;
+    take(r, e, now);
     return false;
+}
+
+// Busy from now on: other loads are given entries before this one is submitted, which sets the true numbers.
+void host_cache::take(load_request & r, entry & e, uint64_t now) {
+    r.host_busy = &e.busy;
+    e.last      = now;
+    e.busy.pending[PART_EARLY].store(1, std::memory_order_relaxed);
 }
 
 bool host_cache::consistent() const {

@@ -32,7 +32,7 @@ class host_cache {
     static size_t entry_bytes(const group_layout & g, int copy);
     static std::vector<block> divide(const model_layout & layout, uint64_t bytes, uint64_t & total);
 
-    // Before a load is submitted: where its bytes come from (r.host), or where they are read to on their way
+    // Before a load is submitted, which must follow: where its bytes come from (r.host), or where they are read to on their way
     // (r.stage). Neither if all entries are in use: then it is read without being kept. True: no file is needed.
     bool serve(load_request & r, uint64_t now);
 
@@ -51,6 +51,8 @@ class host_cache {
         std::deque<entry> entries; // loads point into them
         std::vector<int>  where;   // [n_layers of the group][n_expert], -1
     };
+
+    static void take(load_request & r, entry & e, uint64_t now);
 
     std::deque<part>  parts_;     // [group*N_COPIES + copy]
     std::vector<int>  in_group_;  // [layer]

@@ -50,10 +50,12 @@ TEST(host_cache_divides_its_memory) {
 
 TEST(host_cache_serves_what_it_has) {
     random_router r(check::seed);
+    const uint64_t ALL = (uint64_t) 1 << 30;
     for (bool host : { true, false }) {
-        for (uint64_t bytes : { (uint64_t) 0, (uint64_t) 60000, (uint64_t) 1 << 30 }) {
+        // with 7 slots more is loaded at once than a level of MIN_ENTRIES has entries
+        for (const auto & [bytes, slots] : std::vector<std::pair<uint64_t, int>>{ { 0, 3 }, { 60000, 3 }, { ALL, 3 }, { 0, 7 } }) {
             fake_model m({ two(host) }, { 0, 0, 0 });
-            m.place_slots(3, 2);
+            m.place_slots(slots, 2);
             level l(m, bytes);
             const host_cache & cache = *l.cache;
             driver d(m, test_params(0.5f, 0.9f), std::move(l.cache));
@@ -80,7 +82,7 @@ TEST(host_cache_serves_what_it_has) {
             const hobbit_stats s = d.engine->stats();
             CHECK_EQ(s.bytes_storage, d.files->n_bytes.load());
             CHECK(s.host_hits > 0);
-            if (bytes == (uint64_t) 1 << 30) { // everything was read at most once
+            if (bytes == ALL) { // everything was read at most once
                 CHECK(s.bytes_storage <= 3 * 8 * (m.layout.groups[0].expert_bytes(COPY_HIGH) + m.layout.groups[0].expert_bytes(COPY_LOW)));
                 CHECK(s.bytes_read > 2 * s.bytes_storage);
             }
@@ -109,4 +111,20 @@ TEST(host_cache_keeps_nothing_of_a_failed_read) {
     }
     CHECK(d.n_failed > 0 && d.n_failed < 200);
     CHECK(d.engine->stats().host_hits > 0);
+}
+
+TEST(host_cache_gives_no_entry_twice_before_loads_are_submitted) {
+    fake_model m({ two(false) }, { 0 });
+    level l(m, 0);
+    std::vector<const uint8_t *> places;
+    for (int e = 0; e <= host_cache::MIN_ENTRIES; ++e) {
+        load_request r = { &m.layout.layers[0], &m.layout.groups[0], COPY_HIGH, e, e, nullptr, 0, 0 };
+        CHECK(!l.cache->serve(r, 1));
+        CHECK((r.stage != nullptr) == (e < host_cache::MIN_ENTRIES));
+        CHECK(!r.stage || std::count(places.begin(), places.end(), r.stage) == 0);
+        places.push_back(r.stage);
+    }
+    load_request again = { &m.layout.layers[0], &m.layout.groups[0], COPY_HIGH, 0, 7, nullptr, 0, 0 };
+    CHECK(!l.cache->serve(again, 2)); // its bytes are not there yet
+    CHECK(!again.host && !again.stage && !again.host_busy);
 }
