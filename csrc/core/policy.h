@@ -38,7 +38,17 @@ inline int layer_distance(const policy_context & ctx, int layer) {
 class policy {
   public:
     virtual ~policy() = default;
-    virtual double priority(const candidate & c, const policy_context & ctx) const = 0;
+    virtual void priorities(const candidate * c, size_t n, const policy_context & ctx, double * out) const = 0;
+};
+
+// A policy that has double priority(const candidate &, const policy_context &) const. Every miss may look at all
+// slots: they are given in one piece.
+template <class P> class each_policy : public policy {
+    void priorities(const candidate * c, size_t n, const policy_context & ctx, double * out) const final {
+        for (size_t i = 0; i < n; ++i) {
+            out[i] = static_cast<const P *>(this)->priority(c[i], ctx);
+        }
+    }
 };
 
 std::unique_ptr<policy> make_policy_lru();

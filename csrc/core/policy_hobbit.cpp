@@ -9,8 +9,8 @@
 namespace hob {
 
 namespace {
-class policy_hobbit : public policy {
-    double priority(const candidate & c, const policy_context & ctx) const override {
+struct policy_hobbit : each_policy<policy_hobbit> {
+    double priority(const candidate & c, const policy_context & ctx) const {
         const float * w = ctx.weights;
         const double sum = (double) w[0] + w[1] + w[2] + w[3];
         double p = 0.0;

@@ -8,8 +8,8 @@
 namespace hob {
 
 namespace {
-class policy_lcu : public policy {
-    double priority(const candidate & c, const policy_context & ctx) const override {
+struct policy_lcu : each_policy<policy_lcu> {
+    double priority(const candidate & c, const policy_context & ctx) const {
         double p = 0.0;
         for (const sequence_records * s : ctx.rec->active()) {
             const use_record & r = ctx.rec->at(*s, c.layer, c.expert);

@@ -5,8 +5,8 @@
 namespace hob {
 
 namespace {
-class policy_lfu : public policy {
-    double priority(const candidate & c, const policy_context & ctx) const override {
+struct policy_lfu : each_policy<policy_lfu> {
+    double priority(const candidate & c, const policy_context & ctx) const {
         double p = 0.0;
         for (const sequence_records * s : ctx.rec->active()) {
             p += (double) ctx.rec->at(*s, c.layer, c.expert).uses / s->tokens;

@@ -5,8 +5,8 @@
 namespace hob {
 
 namespace {
-class policy_lru : public policy {
-    double priority(const candidate & c, const policy_context &) const override { return (double) c.last_clock; }
+struct policy_lru : each_policy<policy_lru> {
+    double priority(const candidate & c, const policy_context &) const { return (double) c.last_clock; }
 };
 } // namespace
 

@@ -30,7 +30,10 @@ struct fixture {
     }
 
     double p(int kind, int layer, int expert, uint64_t clock = 0, uint64_t pass = 0) {
-        return make_policy(kind)->priority({ layer, expert, COPY_HIGH, clock, pass }, ctx);
+        const candidate c = { layer, expert, COPY_HIGH, clock, pass };
+        double out;
+        make_policy(kind)->priorities(&c, 1, ctx, &out);
+        return out;
     }
 };
 
