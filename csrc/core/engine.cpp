@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <climits>
 #include <cstring>
 #include <numeric>
 #include <stdexcept>
@@ -13,12 +14,19 @@ static constexpr int    BULK_WAVES     = 4;
 static constexpr int    PIPELINE_WAVES = 3;
 static constexpr size_t PIPELINE_BYTES = 8u << 20;
 
-// The same where a link brings them: hits in a wave of their own.
+// The same where a link brings them. Small waves of a large batch need few slots, but each goes over all rows. For a
+// few tokens: hits in a wave of their own.
+static constexpr int    LINK_WAVES       = 8;
+static constexpr int    LONG_ROWS        = 8192;
+static constexpr int    LINK_WAVES_LONG  = 4;
 static constexpr size_t HITS_FIRST_BYTES = 32u << 20;
+
+// What a link should have before it, or it runs dry while a wave computes.
+static constexpr size_t LINK_AHEAD_BYTES = 384u << 20;
 
 engine::engine(model_layout layout, const hobbit_params & params, const budget & b, std::unique_ptr<storage> files, std::unique_ptr<host_cache> host)
     : layout_(std::move(layout)), params_(params), budget_(b), files_(std::move(files)), records_(layout_),
-      policy_(make_policy(params.policy)), host_(std::move(host)), stats_(layout_.layers.size()),
+      policy_(make_policy(params.policy)), host_(std::move(host)), stats_(layout_.layers.size()), n_tokens_of_(layout_.layers.size(), INT_MAX),
       speeds_(b.link_speed, b.cpu_speed), whole_(layout_.groups.size(), false), waited_(layout_.groups.size(), 0),
       loader_(*files_, params.n_io_threads, layout_.piece_bytes()) {
     if (!policy_) {
@@ -47,7 +55,7 @@ int engine::waves(int layer, int n_tokens, int n_used) const {
         return g.expert_bytes(COPY_HIGH) >= HITS_FIRST_BYTES ? 2 : 1;
     }
     const int needed   = distinct <= slots ? 1 : (distinct + half - 1) / half;
-    const int wished   = n_tokens >= BULK_TOKENS ? BULK_WAVES : distinct * g.expert_bytes(COPY_HIGH) >= PIPELINE_BYTES ? PIPELINE_WAVES : 1;
+    const int wished   = n_tokens >= BULK_TOKENS ? (!g.has_link() ? BULK_WAVES : n_tokens * n_used < LONG_ROWS ? LINK_WAVES : LINK_WAVES_LONG) : distinct * g.expert_bytes(COPY_HIGH) >= PIPELINE_BYTES ? PIPELINE_WAVES : 1;
     // what the CPU computes starts when wave 0 has been handed out: that one must not wait for loads
     return std::max(has_cpu_part(n_tokens) ? std::max(needed, 2) : needed, std::min(wished, distinct));
 }
@@ -181,11 +189,13 @@ void engine::route(const route_request & req, int wave, const route_result & out
             for (int w = 0; w < n_waves_; ++w) {
                 issue(w, true);
             }
-        } else if (!at_once_ && error_.empty() && issue(wave, true)) {
-            if (wave + 1 < n_waves_) {
-                issue(wave + 1, false);
-            } else if (bulk_) {
-                load_next_layer();
+        } else if (!at_once_ && error_.empty()) {
+            int w = wave; // the first whose loads are not all queued
+            while (w < n_waves_ && issue(w, w == wave)) {
+                w++;
+            }
+            if (w == n_waves_ && bulk_) {
+                look_ahead();
             }
         }
         if (wave + 1 == n_waves_ && error_.empty()) {
@@ -197,9 +207,6 @@ void engine::route(const route_request & req, int wave, const route_result & out
         hooks.prefetch(hooks.user, handle, layer_, n_tokens_, n_used_, experts_.data(), weights_.data());
     }
     wait(wave, PART_EARLY);
-    if (layout_.groups[layout_.layers[layer_].group].has_link()) {
-        wait(wave, PART_LATE); // of what the threads load ahead: no wait_late() follows
-    }
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (!at_once_) {
         before(wave, req.compute);
@@ -278,20 +285,22 @@ void engine::admit() {
         }
         return n;
     };
+    std::vector<load_request> loads;
     for (const expert_plan & p : plans_) {
         if (!p.cpu || params_.admit == HOBBIT_ADMIT_NEVER || pool_of(layer_, COPY_HIGH).find(layer_, p.expert) >= 0) {
             continue;
         }
         pool & pl = pool_of(layer_, p.copy);
-        if (pl.n_free() > 1) {
-            load_ahead(layer_, p.expert, p.copy, PRIORITY_PREFETCH, true);
-        } else if (params_.admit == HOBBIT_ADMIT_OFTEN && p.copy == COPY_HIGH) {
+        bool wanted = pl.n_free() > 1;
+        if (!wanted && params_.admit == HOBBIT_ADMIT_OFTEN && p.copy == COPY_HIGH) {
             const int v = pl.weakest(*policy_, context_for(layout_.layers[layer_].group));
-            if (v >= 0 && uses(layer_, p.expert) >= 2 * uses(pl.at(v).layer, pl.at(v).expert) + 2) {
-                load_ahead(layer_, p.expert, p.copy, PRIORITY_PREFETCH, true);
-            }
+            wanted = v >= 0 && uses(layer_, p.expert) >= 2 * uses(pl.at(v).layer, pl.at(v).expert) + 2;
+        }
+        if (wanted) {
+            load_ahead(layer_, p.expert, p.copy, true, loads);
         }
     }
+    submit_ahead(loads);
 }
 
 void engine::wait_late(int wave, const int32_t * high_in, const int32_t * low_in, int32_t * high, int32_t * low, int n) {
@@ -304,22 +313,34 @@ void engine::wait_late(int wave, const int32_t * high_in, const int32_t * low_in
     }
 }
 
-// Has the running large batch all the slots that it may take from smaller ones? With a link it needs room for three
-// waves, or the link runs dry: one that computes, one that loads, and the next layer's first.
+// Has the running large batch all the slots that it may take from smaller ones? What is streamed through these is
+// loaded by every batch, so a link, which is seldom too slow to begin, gets as few as keep it busy: for one wave that
+// computes and one that loads.
 bool engine::window_is_full(const pool & p) const {
     if (!bulk_) {
         return false;
     }
-    const group_layout & g = layout_.groups[layout_.layers[layer_].group];
-    const int window = std::max(2, p.n_slots() / BULK_WAVES);
-    const int flight = g.has_link() ? 3 * ((g.n_expert + BULK_WAVES - 1) / BULK_WAVES) : 0;
-    return p.n_streamed() >= std::max(window, std::min(flight, p.n_slots() - g.n_used));
+    const group_layout & g = layout_.groups[p.group()];
+    int window = std::max(2, p.n_slots() / BULK_WAVES);
+    if (g.has_link()) {
+        const int waves = std::max(n_waves_, 1); // between steps: 0
+        const int wave  = (g.n_expert + waves - 1) / waves;
+        const int ahead = (int) std::min<size_t>(LINK_AHEAD_BYTES / g.expert_bytes(COPY_HIGH) + 1, window);
+        window = std::min(std::max(2 * wave, ahead), std::max(2, p.n_slots() - g.n_used));
+    }
+    return p.n_streamed() >= window;
 }
 
-int engine::find_victim(pool & p, int copy, bool must) {
-    const policy_context ctx = context_for(layout_.layers[layer_].group);
+// A large batch fills no layer with more than its share: the next layers' experts stay as well.
+bool engine::has_share(const pool & p, int layer) const {
+    const group_layout & g = layout_.groups[p.group()];
+    return !bulk_ || (p.n_kept(layer) + 1) * g.n_layers <= p.n_slots();
+}
+
+int engine::find_victim(pool & p, int layer, int copy, bool must) {
+    const policy_context ctx = context_for(p.group());
     const bool full = window_is_full(p);
-    int s = p.victim(*policy_, ctx, full);
+    int s = full && !has_share(p, layer) ? p.weakest(*policy_, ctx, true) : p.victim(*policy_, ctx, full);
     if (s < 0 && full && must) {
         s = p.victim(*policy_, ctx, false);
     }
@@ -350,7 +371,8 @@ bool engine::issue(int wave, bool must) {
             continue;
         }
         pool & pl = pool_of(layer_, p.copy);
-        const int s = find_victim(pl, p.copy, must);
+        const bool keeps = has_share(pl, layer_);
+        const int s = find_victim(pl, layer_, p.copy, must);
         if (s < 0) {
             ok = false;
             break;
@@ -362,7 +384,7 @@ bool engine::issue(int wave, bool must) {
             event(HOBBIT_EVENT_EVICT, x.layer, x.expert, p.copy, s);
         }
         pl.assign(s, layer_, p.expert);
-        pl.set_streamed(s, bulk_ && taken);
+        pl.set_streamed(s, bulk_ && (taken || !keeps));
         x.last_clock = clock_;
         x.last_pass  = pass_;
         x.pins = 1;
@@ -420,14 +442,23 @@ bool engine::wait(int wave, load_part part) {
 void engine::fill(int wave, const route_result & out) {
     const bool failed = !error_.empty();
     const group_layout & g = layout_.groups[layout_.layers[layer_].group];
-    for (size_t i = 0; i < experts_.size(); ++i) {
-        const expert_plan & p = plans_[plan_of_[experts_[i]]];
+    const auto slots = [&](const expert_plan & p, size_t i) {
         const bool here = !failed && p.slot >= 0 && p.wave == wave;
         out.high[i] = here && p.copy == COPY_HIGH ? p.slot : -1;
         out.low[i]  = here && p.copy == COPY_LOW ? p.slot : -1;
         if (out.kept) {
-            out.kept[i] = !failed && p.copy >= 0 ? experts_[i] : -1;
+            out.kept[i] = !failed && p.copy >= 0 ? p.expert : -1;
         }
+    };
+    if (out.by_expert) {
+        for (int e = 0; e < layout_.layers[layer_].n_expert; ++e) {
+            slots(plan_of_[e] >= 0 ? plans_[plan_of_[e]] : expert_plan{ e, -1 }, e);
+        }
+        return;
+    }
+    for (size_t i = 0; i < experts_.size(); ++i) {
+        const expert_plan & p = plans_[plan_of_[experts_[i]]];
+        slots(p, i);
         if (!out.units) {
             continue;
         }
@@ -464,23 +495,23 @@ void engine::finish_step() {
     n_waves_ = 0;
 }
 
-// A large batch wants nearly every expert of the next layer, too: its first wave loads while this layer's
-// last one computes.
-void engine::load_next_layer() {
-    const int next = layer_ + 1;
-    if (next >= (int) layout_.layers.size() || n_tokens_ * n_used_ < 2 * layout_.layers[next].n_expert) {
-        return;
-    }
-    const int n_expert = layout_.layers[next].n_expert;
-    int left = (n_expert + n_waves_ - 1) / n_waves_;
-    for (int e = 0; e < n_expert && left > 0; ++e) {
-        if (pool_of(next, COPY_HIGH).find(next, e) < 0) {
-            const bool link = layout_.groups[layout_.layers[next].group].has_link();
-            if (load_ahead(next, e, COPY_HIGH, link ? PRIORITY_DEMAND : PRIORITY_PREFETCH) != 1) {
-                return;
-            }
-            left--;
+// A large batch wants nearly every expert of the next layers, too: a wave of what they miss loads while this layer
+// computes.
+void engine::look_ahead() {
+    int left = (layout_.layers[layer_].n_expert + n_waves_ - 1) / n_waves_;
+    for (int next = layer_ + 1; next < (int) layout_.layers.size() && left > 0; ++next) {
+        const layer_layout & l = layout_.layers[next];
+        // the last layer is often computed for the last token only
+        if ((int64_t) std::min(n_tokens_, n_tokens_of_[next]) * n_used_ < 2 * l.n_expert) {
+            continue;
         }
+        std::vector<load_request> loads;
+        for (int e = 0; e < l.n_expert && left > 0; ++e) {
+            if (pool_of(next, COPY_HIGH).find(next, e) < 0) {
+                left = load_ahead(next, e, COPY_HIGH, false, loads) ? left - 1 : 0;
+            }
+        }
+        submit_ahead(loads);
     }
 }
 
@@ -495,11 +526,19 @@ int engine::prefetch(int layer, int expert, int copy) {
     if (records_.active().empty() || pool_of(layer, COPY_HIGH).find(layer, expert) >= 0 || pool_of(layer, copy).find(layer, expert) >= 0) {
         return 0;
     }
-    return load_ahead(layer, expert, copy, PRIORITY_PREFETCH);
+    std::vector<load_request> loads;
+    const bool found = load_ahead(layer, expert, copy, false, loads);
+    submit_ahead(loads);
+    return found;
 }
 
-// 1: queued, 0: no slot to spare.
-int engine::load_ahead(int layer, int expert, int copy, load_priority priority, bool same_layer) {
+// Loads of one layer that nobody waits for yet. A link has no priorities: they come after what was queued before.
+void engine::submit_ahead(const std::vector<load_request> & loads) {
+    loader_.submit(!loads.empty() && loads[0].group->has_link() ? PRIORITY_DEMAND : PRIORITY_PREFETCH, loads);
+}
+
+// False: there is no slot to spare.
+bool engine::load_ahead(int layer, int expert, int copy, bool same_layer, std::vector<load_request> & loads) {
     // leave the slots that one token can need
     pool & pl = pool_of(layer, copy);
     group_layout & g = layout_.groups[layout_.layers[layer].group];
@@ -508,23 +547,21 @@ int engine::load_ahead(int layer, int expert, int copy, load_priority priority, 
         in_flight += pl.at(s).pins > 0 || !pl.at(s).load.done();
     }
     if (in_flight + g.n_used >= pl.n_slots()) {
-        return 0;
+        return false;
     }
-    const int s = pl.victim(*policy_, context_for(layout_.layers[layer].group), window_is_full(pl));
+    const bool keeps = has_share(pl, layer);
+    const int s = find_victim(pl, layer, copy, false);
     if (s < 0 || (!same_layer && pl.at(s).layer == layer)) {
-        return 0; // one expert of that layer for another gains nothing
+        return false; // one expert of that layer for another gains nothing
     }
     slot & x = pl.at(s);
     const bool taken = !x.free();
-    if (priority == PRIORITY_PREFETCH && g.has_link()) {
-        g.banks[copy][0].link->wait(x.load.ticket); // the threads' copies are not in the link's order
-    }
     if (taken) {
         stats_[layer].evictions++;
         event(HOBBIT_EVENT_EVICT, x.layer, x.expert, copy, s);
     }
     pl.assign(s, layer, expert);
-    pl.set_streamed(s, bulk_ && taken);
+    pl.set_streamed(s, bulk_ && (taken || !keeps));
     x.prefetched = true;
     x.last_clock = clock_;
     x.last_pass  = pass_;
@@ -532,10 +569,9 @@ int engine::load_ahead(int layer, int expert, int copy, load_priority priority, 
     stats_[layer].bytes_read     += g.expert_bytes(copy);
     stats_[layer].bytes_prefetch += g.expert_bytes(copy);
     event(HOBBIT_EVENT_PREFETCH, layer, expert, copy, s);
-    load_request request = { &layout_.layers[layer], &g, copy, expert, s, &x.load, 0, layer };
-    from_host(request);
-    loader_.submit(priority, { request });
-    return 1;
+    loads.push_back({ &layout_.layers[layer], &g, copy, expert, s, &x.load, 0, layer });
+    from_host(loads.back());
+    return true;
 }
 
 } // namespace hob

@@ -41,8 +41,8 @@ struct route_request {
     void *          compute = nullptr; // the device's compute queue, for the link; null where slots are host memory
 };
 
-// What one (token, rank) gets, [n_tokens][n_used] each. Slot ids are -1 where it is not in the wave; the others are
-// those of the whole layer, and may be null.
+// What one (token, rank) gets, [n_tokens][n_used] each, or what each expert gets, [n_expert]. Slot ids are -1 where it
+// is not in the wave; the others are those of the whole layer, and may be null.
 struct route_result {
     int32_t * high;
     int32_t * low;
@@ -50,6 +50,7 @@ struct route_result {
     int32_t * cpu[N_COPIES] = {}; // expert that the CPU computes, whole or in part; -1 if it does not
     int32_t * units = nullptr; // of the inner width that the slot has; the group's n_units where it has all
     int32_t * tail  = nullptr; // first index of the inner width that the CPU computes
+    bool by_expert = false;    // then there is no CPU's part
 };
 
 class engine {
@@ -116,6 +117,7 @@ class engine {
         int     slot = -1; // -1: not there and not queued yet
         int     wave = 0;
         bool    miss = false;
+        bool    ahead = false; // a hit that was loaded ahead for this batch, or is on its way
         int     pins = 0;
         bool    cpu  = false; // a miss that the CPU computes, whole or in part
         int     units = 0;    // of the inner width that are loaded into the slot; 0: all, or none where there is no load
@@ -136,10 +138,12 @@ class engine {
     uint64_t part_bytes(const expert_plan & p) const;
     uint64_t cpu_bytes(const expert_plan & p) const;
     bool issue(int wave, bool must);
-    int  find_victim(pool & p, int copy, bool must);
+    int  find_victim(pool & p, int layer, int copy, bool must);
     bool window_is_full(const pool & p) const;
-    int  load_ahead(int layer, int expert, int copy, load_priority priority, bool same_layer = false);
-    void load_next_layer();
+    bool has_share(const pool & p, int layer) const;
+    bool load_ahead(int layer, int expert, int copy, bool same_layer, std::vector<load_request> & loads);
+    void submit_ahead(const std::vector<load_request> & loads);
+    void look_ahead();
     bool wait(int wave, load_part part);
     void before(int wave, void * compute);
     void fill(int wave, const route_result & out);
@@ -164,6 +168,7 @@ class engine {
     hobbit * handle_ = nullptr;
 
     std::vector<hobbit_stats> stats_; // [layer]
+    std::vector<int> n_tokens_of_;    // [layer]: of the last batch
     speeds speeds_;
     std::vector<bool>     whole_;  // [group]: all experts are in slots at high precision, for good
     std::vector<uint64_t> waited_; // [group]: ticket of the link that compute has been told to wait for

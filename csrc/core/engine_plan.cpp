@@ -15,6 +15,7 @@ void engine::plan(const route_request & req) {
     n_used_   = req.n_used;
     n_waves_  = req.n_waves;
     bulk_     = req.n_tokens >= BULK_TOKENS;
+    n_tokens_of_[layer_] = n_tokens_;
     at_once_  = at_once(layer_, n_tokens_, n_used_);
     clock_++;
     select(req);
@@ -114,6 +115,7 @@ void engine::look_up() {
             x.last_clock = clock_;
             x.last_pass  = pass_;
             if (x.prefetched) {
+                p.ahead = bulk_;
                 x.prefetched = false;
                 stats_[layer_].prefetch_hits++;
             }
@@ -172,16 +174,21 @@ uint64_t engine::part_bytes(const expert_plan & p) const {
 
 // Hits are all in wave 0, and misses stay out of it if the other waves can take them: hits compute while
 // they load. Misses are spread evenly, high copies first, so that the smallest loads come last and least
-// is left to compute when the last byte is there. Low ones beyond what the low pool can hold in turn are
-// fetched high instead.
+// is left to compute when the last byte is there. What was loaded ahead goes before them where slots allow: it may
+// be on its way, and wave after wave its slots become free for other loads. Low ones beyond what the low pool can
+// hold in turn are fetched high instead.
 void engine::divide_into_waves() {
     int hits[N_COPIES]   = { 0, 0 };
     int misses[N_COPIES] = { 0, 0 };
+    int ahead = 0;
     for (const expert_plan & p : plans_) {
         if (p.copy >= 0 && (p.load || !p.miss)) {
             (p.load ? misses : hits)[p.copy]++;
+            ahead += p.ahead;
         }
     }
+    const int high_slots = pool_of(layer_, COPY_HIGH).n_slots();
+    const bool spread = high_slots - hits[COPY_HIGH] >= high_slots / 2; // a wave of misses has room whatever hits hold
     std::vector<int> room[N_COPIES]; // left in each wave
     for (int c = 0; c < N_COPIES; ++c) {
         const int slots = pool_of(layer_, c).n_slots();
@@ -202,8 +209,17 @@ void engine::divide_into_waves() {
         }
     }
     const int first  = n_waves_ > 1 && (hits[COPY_HIGH] + hits[COPY_LOW] > 0 || has_cpu_part(n_tokens_)) ? 1 : 0;
-    const int target = (misses[COPY_HIGH] + misses[COPY_LOW] + n_waves_ - first - 1) / (n_waves_ - first);
+    const int target = (misses[COPY_HIGH] + misses[COPY_LOW] + (spread ? ahead : 0) + n_waves_ - first - 1) / (n_waves_ - first);
     std::vector<int> count(n_waves_, 0);
+    for (expert_plan & p : plans_) {
+        if (p.ahead && spread) {
+            p.wave = first;
+            while (count[p.wave] >= target) {
+                p.wave++;
+            }
+            count[p.wave]++;
+        }
+    }
     for (int c = 0; c < N_COPIES; ++c) {
         for (expert_plan & p : plans_) {
             if (!p.load || p.copy != c) {

@@ -5,13 +5,14 @@
 
 namespace hob {
 
-pool::pool(const model_layout & layout, int group, int copy) : copy_(copy) {
+pool::pool(const model_layout & layout, int group, int copy) : group_(group), copy_(copy) {
     const group_layout & g = layout.groups[group];
     n_expert_ = g.n_expert;
     for (const layer_layout & l : layout.layers) {
         in_group_.push_back(l.in_group);
     }
     where_.assign((size_t) g.n_layers * g.n_expert, -1);
+    kept_.assign(g.n_layers, 0);
     for (int s = 0; s < g.n_slots[copy]; ++s) {
         slots_.emplace_back();
     }
@@ -24,8 +25,12 @@ int pool::victim(const policy & pol, const policy_context & ctx, bool only_strea
     return free_.empty() ? weakest(pol, ctx, only_streamed) : free_.back();
 }
 
-bool pool::may_go(const slot & x, bool only_streamed) const {
-    return !x.free() && x.pins == 0 && x.load.done() && (!only_streamed || x.streamed);
+bool pool::may_go(const slot & x, const policy_context & ctx, bool only_streamed) const {
+    if (x.free() || x.pins > 0 || !x.load.done()) {
+        return false;
+    }
+    const bool to_come = x.prefetched && x.last_pass == ctx.pass && x.layer > ctx.layer;
+    return !only_streamed || (x.streamed && !to_come);
 }
 
 int pool::weakest(const policy & pol, const policy_context & ctx, bool only_streamed) {
@@ -33,7 +38,7 @@ int pool::weakest(const policy & pol, const policy_context & ctx, bool only_stre
         for (; next_ < order_.size() && order_streamed_ == only_streamed; ++next_) {
             const ranked & r = order_[next_];
             const slot & x = slots_[r.slot];
-            if (may_go(x, only_streamed) && x.layer == r.layer && x.expert == r.expert) {
+            if (may_go(x, ctx, only_streamed) && x.layer == r.layer && x.expert == r.expert) {
                 return r.slot;
             }
         }
@@ -45,19 +50,40 @@ int pool::weakest(const policy & pol, const policy_context & ctx, bool only_stre
 }
 
 void pool::rank(const policy & pol, const policy_context & ctx, bool only_streamed) {
-    order_.clear();
-    next_ = 0;
+    forget_order();
     order_streamed_ = only_streamed;
-    for (int s = 0; s < n_slots(); ++s) {
-        const slot & c = slots_[s];
-        if (may_go(c, only_streamed)) {
-            order_.push_back({ pol.priority({ c.layer, c.expert, copy_, c.last_clock, c.last_pass }, ctx), c.last_clock, c.layer, c.expert, s });
+    candidates_.resize(slots_.size());
+    priorities_.resize(slots_.size());
+    order_.resize(slots_.size());
+    size_t n = 0;
+    int s = 0;
+    for (const slot & x : slots_) {
+        if (may_go(x, ctx, only_streamed)) {
+            candidate & c = candidates_[n];
+            c.layer      = x.layer;
+            c.expert     = x.expert;
+            c.copy       = copy_;
+            c.last_clock = x.last_clock;
+            c.last_pass  = x.last_pass;
+            order_[n++].slot = s;
         }
+        ++s;
     }
-    const size_t n = std::min(order_.size(), RANKED);
-    std::partial_sort(order_.begin(), order_.begin() + n, order_.end(), [](const ranked & a, const ranked & b) {
-        return std::tie(a.priority, a.last_clock, a.layer, a.expert) < std::tie(b.priority, b.last_clock, b.layer, b.expert);
-    });
+    order_.resize(n);
+    pol.priorities(candidates_.data(), n, ctx, priorities_.data());
+    for (size_t i = 0; i < n; ++i) {
+        ranked & r = order_[i];
+        r.priority   = priorities_[i];
+        r.last_clock = candidates_[i].last_clock;
+        r.layer      = candidates_[i].layer;
+        r.expert     = candidates_[i].expert;
+    }
+    const auto before = [](const ranked & a, const ranked & b) {
+        return a.priority != b.priority ? a.priority < b.priority
+                                        : std::tie(a.last_clock, a.layer, a.expert) < std::tie(b.last_clock, b.layer, b.expert);
+    };
+    n = std::min(n, RANKED);
+    std::partial_sort(order_.begin(), order_.begin() + n, order_.end(), before);
     order_.resize(n);
 }
 
@@ -67,9 +93,11 @@ void pool::assign(int s, int layer, int expert) {
         free_.pop_back(); // victim() hands out the last free slot
         n_resident_++;
     } else {
+        set_streamed(s, false);
+        kept_[in_group_[x.layer]]--;
         where_[index(x.layer, x.expert)] = -1;
     }
-    set_streamed(s, false);
+    kept_[in_group_[layer]]++;
     x.layer      = layer;
     x.expert     = expert;
     x.prefetched = false;
@@ -82,6 +110,7 @@ void pool::release(int s) {
         return;
     }
     set_streamed(s, false);
+    kept_[in_group_[x.layer]]--;
     where_[index(x.layer, x.expert)] = -1;
     x.layer = x.expert = -1;
     x.prefetched = false;
@@ -90,13 +119,17 @@ void pool::release(int s) {
 }
 
 void pool::set_streamed(int s, bool on) {
-    n_streamed_ += (int) on - (int) slots_[s].streamed;
-    slots_[s].streamed = on;
+    slot & x = slots_[s];
+    const int more = (int) on - (int) x.streamed;
+    n_streamed_ += more;
+    kept_[in_group_[x.layer]] -= more;
+    x.streamed = on;
 }
 
 bool pool::consistent() const {
     int resident = 0;
     int streamed = 0;
+    std::vector<int> kept(kept_.size(), 0);
     for (int s = 0; s < n_slots(); ++s) {
         const slot & x = slots_[s];
         streamed += x.streamed;
@@ -107,6 +140,7 @@ bool pool::consistent() const {
             continue;
         }
         resident++;
+        kept[in_group_[x.layer]] += !x.streamed;
         if (where_[index(x.layer, x.expert)] != s) {
             return false;
         }
@@ -115,7 +149,7 @@ bool pool::consistent() const {
     for (int s : where_) {
         mapped += s >= 0;
     }
-    return mapped == resident && resident == n_resident_ && streamed == n_streamed_ && (int) free_.size() == n_slots() - resident;
+    return mapped == resident && resident == n_resident_ && streamed == n_streamed_ && kept == kept_ && (int) free_.size() == n_slots() - resident;
 }
 
 } // namespace hob

@@ -27,7 +27,9 @@ class pool {
   public:
     pool(const model_layout & layout, int group, int copy);
 
+    int group() const { return group_; }
     int n_slots() const { return (int) slots_.size(); }
+    int n_kept(int layer) const { return kept_[in_group_[layer]]; } // of its slots, those that are not streamed
     int n_resident() const { return n_resident_; }
     int n_streamed() const { return n_streamed_; }
     int  n_free() const { return (int) free_.size(); }
@@ -39,7 +41,8 @@ class pool {
     int find(int layer, int expert) const { return where_[index(layer, expert)]; }
 
     // A slot that can be loaded into: a free one, or the candidate of least priority; -1 if all are
-    // pinned or loading. only_streamed: take no other's slot than one of a large batch's.
+    // pinned or loading. only_streamed: take no other's slot than one of a large batch's, and of these none that was
+    // loaded ahead for a layer still to come.
     int victim(const policy & pol, const policy_context & ctx, bool only_streamed);
 
     // The occupied slot of least priority that may be given up, -1 if none. A search looks at every slot, so its
@@ -55,24 +58,28 @@ class pool {
     bool consistent() const;
 
   private:
-    static constexpr size_t RANKED = 64; // candidates that one search puts in order
+    static constexpr size_t RANKED = 16; // candidates that one search puts in order
     struct ranked { double priority; uint64_t last_clock; int layer; int expert; int slot; };
 
-    bool may_go(const slot & x, bool only_streamed) const;
+    bool may_go(const slot & x, const policy_context & ctx, bool only_streamed) const;
     void rank(const policy & pol, const policy_context & ctx, bool only_streamed);
     size_t index(int layer, int expert) const { return (size_t) in_group_[layer] * n_expert_ + expert; }
 
+    int group_;
     int copy_;
     int n_expert_;
     int n_resident_ = 0;
     int n_streamed_ = 0;
     std::vector<int> in_group_; // [n_layers of the model]
     std::vector<int> where_;    // [n_layers of the group][n_expert]
+    std::vector<int> kept_;     // [n_layers of the group]
     std::deque<slot> slots_;    // deque: a slot never moves, loads point into it
     std::vector<int> free_;
     std::vector<ranked> order_; // least priority first
     size_t next_ = 0;           // of order_, the first that was not taken yet
     bool order_streamed_ = false;
+    std::vector<candidate> candidates_; // scratch of rank()
+    std::vector<double>    priorities_;
 };
 
 } // namespace hob

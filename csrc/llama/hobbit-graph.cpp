@@ -15,7 +15,10 @@ struct hobbit_graph_node {
     int  layer;
     int  wave;
     int  n_waves;
+    int  n_used;
+    int  n_tokens;
     bool at_once;
+    bool by_expert;
     int64_t n_in; // values of one token in pack
 };
 
@@ -83,6 +86,7 @@ enum plane_kind {
     PLANE_HIGH_1,    // slots of wave 1, where all waves are handed out together
     PLANE_LOW_1,
     N_PLANES,
+    N_TABLES = PLANE_KEPT + 1,
 };
 
 void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
@@ -91,8 +95,8 @@ void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
     }
     const auto & node = *(const hobbit_graph_node *) userdata;
     hobbit_graph_input & in = *node.input;
-    const int n_used   = (int) dst->ne[0];
-    const int n_tokens = (int) dst->ne[1];
+    const int n_used   = node.n_used;
+    const int n_tokens = node.n_tokens;
     const size_t n = (size_t) n_used * n_tokens;
 
     hob::route_request req = {};
@@ -131,6 +135,13 @@ void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
         req.pos     = in.pos.data();
         req.first   = in.fresh;
         in.fresh    = false;
+    }
+    if (node.by_expert) {
+        const auto table = [&](int i) { return (int32_t *) dst->data + i * dst->ne[0]; };
+        hob::route_result out = { table(PLANE_HIGH), table(PLANE_LOW), table(PLANE_KEPT) };
+        out.by_expert = true;
+        node.engine->route(req, node.wave, out);
+        return;
     }
     const auto at = [&](int i) { return (int32_t *) dst->data + i * n; };
     node.engine->route(req, node.wave, { at(PLANE_HIGH), at(PLANE_LOW), at(PLANE_KEPT), { at(PLANE_CPU_HIGH), at(PLANE_CPU_LOW) },
@@ -228,6 +239,7 @@ hobbit_moe::hobbit_moe(const llm_graph_context & g, const ggml_tensor * exps, gg
     has_cpu_  = e.has_cpu_part(n_tokens);
     uses_low_ = e.uses_low(layer_, n_tokens, n_used);
     divided_  = has_cpu_ && group.n_units > 1;
+    by_expert_ = group.has_link() && !at_once_ && !has_cpu_;
     cpu_pass_ = !has_cpu_ ? -1 : at_once_ ? n_waves_ : 1;
     if (group.has_link()) {
         for (int i = 0; i < ggml_backend_sched_get_n_backends(g.sched); ++i) {
@@ -258,7 +270,8 @@ void hobbit_moe::begin_wave(ggml_tensor * x) {
     ggml_context * ctx = g_.ctx0;
     const int64_t n_used   = ids_->ne[0];
     const int64_t n_tokens = ids_->ne[1];
-    input_->nodes.push_back({ h_->engine.get(), input_, compute_, layer_, wave_, n_waves_, at_once_, x->ne[0] * x->ne[1] });
+    input_->nodes.push_back({ h_->engine.get(), input_, compute_, layer_, wave_, n_waves_, (int) n_used, (int) n_tokens, at_once_, by_expert_,
+                               x->ne[0] * x->ne[1] });
     node_ = &input_->nodes.back();
 
     if (at_once_ && wave_ > 0) {
@@ -277,15 +290,26 @@ void hobbit_moe::begin_wave(ggml_tensor * x) {
         // after the rows of the wave before: its slots are free then
         args[0] = route0_;
         args[1] = ggml_view_1d(ctx, out_, 1, 0);
-    } else if (!ggml_is_contiguous(weights_)) {
-        args[1] = ggml_cont(ctx, weights_);
+    } else {
+        args[1] = ggml_is_contiguous(weights_) ? weights_ : ggml_cont(ctx, weights_);
+        flat_ids_ = ggml_reshape_1d(ctx, ggml_is_contiguous(ids_) ? ids_ : ggml_cont(ctx, ids_), n_used * n_tokens);
     }
-    route_ = ggml_custom_4d(ctx, GGML_TYPE_I32, n_used, n_tokens, N_PLANES, 1, args, n_args, compute_route, 1, node_);
+    if (by_expert_) {
+        const int64_t n_expert = h_->engine->layout().layers[layer_].n_expert;
+        route_ = ggml_custom_4d(ctx, GGML_TYPE_I32, n_expert, N_TABLES, 1, 1, args, n_args, compute_route, 1, node_);
+    } else {
+        route_ = ggml_custom_4d(ctx, GGML_TYPE_I32, n_used, n_tokens, N_PLANES, 1, args, n_args, compute_route, 1, node_);
+    }
     // plan before anything else of the layer
     ggml_build_forward_expand(g_.gf, route_);
     if (compute_) {
         dev_  = ggml_cont(ctx, route_); // crosses as a whole
         late_ = nullptr;
+        if (by_expert_) {
+            for (int c = 0; c < hob::N_COPIES; ++c) {
+                wave_ids_[c] = looked_up(dev_, PLANE_HIGH + c);
+            }
+        }
         if (at_once_ && n_waves_ == 1) {
             // only now: the scheduler waits for all that the device has been given before it copies the ids
             ggml_build_forward_expand(g_.gf, dev_);
@@ -318,6 +342,12 @@ void hobbit_moe::begin_cpu(ggml_tensor * x) {
 
 ggml_tensor * hobbit_moe::plane(ggml_tensor * t, int i) const {
     return ggml_view_2d(g_.ctx0, t, t->ne[0], t->ne[1], t->nb[1], i * t->nb[2]);
+}
+
+ggml_tensor * hobbit_moe::looked_up(ggml_tensor * table, int i) const {
+    ggml_context * ctx = g_.ctx0;
+    ggml_tensor * rows = ggml_view_2d(ctx, table, 1, table->ne[0], table->nb[0], i * table->nb[1]);
+    return ggml_reshape_2d(ctx, ggml_get_rows(ctx, rows, flat_ids_), ids_->ne[0], ids_->ne[1]);
 }
 
 ggml_tensor * hobbit_moe::product(const ggml_tensor * w, ggml_tensor * bank, ggml_tensor * x, ggml_tensor * ids, ggml_tensor * onto, bool down) const {
@@ -375,7 +405,7 @@ ggml_tensor * hobbit_moe::mul_mat_id(const ggml_tensor * w, ggml_tensor * x, ggm
         if (!bank || (c == hob::COPY_LOW && !uses_low_)) {
             continue;
         }
-        ggml_tensor * ids = on_cpu ? plane(route0_, PLANE_CPU_HIGH + c) : at_once_ ? plane(dev0_, (wave_ == 0 ? PLANE_HIGH : PLANE_HIGH_1) + c)
+        ggml_tensor * ids = by_expert_ ? wave_ids_[c] : on_cpu ? plane(route0_, PLANE_CPU_HIGH + c) : at_once_ ? plane(dev0_, (wave_ == 0 ? PLANE_HIGH : PLANE_HIGH_1) + c)
                                    : plane(down && late_ ? late_ : dev_, PLANE_HIGH + c);
         y = product(w, bank, x, ids, y, down);
         if (on_cpu && divided_) {
@@ -398,4 +428,4 @@ ggml_tensor * hobbit_moe::mul_mat_id(const ggml_tensor * w, ggml_tensor * x, ggm
     return scale ? scaled(y, scale, x->ne[2]) : y;
 }
 
-ggml_tensor * hobbit_moe::kept_ids() const { return resident_ ? ids_ : plane(dev0_, PLANE_KEPT); }
+ggml_tensor * hobbit_moe::kept_ids() const { return resident_ ? ids_ : by_expert_ ? looked_up(dev0_, PLANE_KEPT) : plane(dev0_, PLANE_KEPT); }

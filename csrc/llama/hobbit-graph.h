@@ -14,6 +14,9 @@
 //
 //   route 0 | products 0 | [CPU's part] | route 1 | products 1 | ...
 //
+// If the slots are on a device, a large batch's operation gives a table of the experts' slots, which the device looks
+// up: what crosses must be small, or it waits behind all loads that have been queued.
+//
 // A few tokens with slots on a device: one route operation gives the ids of all waves, and the device waits.
 // Everything crosses once: router's choice and layer's input to the host in one tensor, all ids back in another.
 //
@@ -51,6 +54,7 @@ class hobbit_moe {
     void begin_wave(ggml_tensor * x);
     void begin_cpu(ggml_tensor * x);
     ggml_tensor * plane(ggml_tensor * t, int i) const; // [n_used, n_tokens]
+    ggml_tensor * looked_up(ggml_tensor * table, int i) const; // the same
     ggml_tensor * product(const ggml_tensor * w, ggml_tensor * bank, ggml_tensor * x, ggml_tensor * ids, ggml_tensor * onto, bool down) const;
     ggml_tensor * scaled(ggml_tensor * y, ggml_tensor * scale, int64_t n_tokens) const;
 
@@ -65,15 +69,18 @@ class hobbit_moe {
     bool has_cpu_  = false;
     bool resident_ = false;
     bool at_once_  = false;
+    bool by_expert_ = false;    // route operations give tables
     bool divided_  = false;     // experts may be
     bool uses_low_ = true;
     void * compute_ = nullptr;  // the back end that computes with the slots, where they are on a device
     ggml_tensor * ids_;
     ggml_tensor * weights_;
-    ggml_tensor * route0_ = nullptr; // I32 [n_used, n_tokens, N_PLANES], see hobbit-graph.cpp
+    ggml_tensor * route0_ = nullptr; // I32 [n_used, n_tokens, N_PLANES] or [n_expert, N_TABLES], see hobbit-graph.cpp
     ggml_tensor * dev0_   = nullptr; // the same where the slots are
     ggml_tensor * route_  = nullptr; // the running wave's
     ggml_tensor * dev_    = nullptr;
+    ggml_tensor * wave_ids_[hob::N_COPIES] = {}; // of the running wave, where there are tables
+    ggml_tensor * flat_ids_ = nullptr; // I32 [n_used*n_tokens]
     ggml_tensor * late_   = nullptr; // I32 [n_used, n_tokens, 2]
     ggml_tensor * out_    = nullptr; // the layer's rows so far
     ggml_tensor * cpu_out_ = nullptr;

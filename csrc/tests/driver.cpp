@@ -149,7 +149,20 @@ void driver::layer(int layer, int n_tokens, int n_used, const std::vector<int32_
         }
         std::fill(high.begin(), high.end(), -99);
         low = kept = high2 = low2 = high;
-        engine->route(req, wave, { high.data(), low.data(), kept.data() });
+        if (n_tokens >= 32) { // the other form of the answer, as on a device
+            std::vector<int32_t> of_expert[3] = { std::vector<int32_t>(l.n_expert, -99), std::vector<int32_t>(l.n_expert, -99),
+                                                  std::vector<int32_t>(l.n_expert, -99) };
+            route_result tables = { of_expert[0].data(), of_expert[1].data(), of_expert[2].data() };
+            tables.by_expert = true;
+            engine->route(req, wave, tables);
+            for (int i = 0; i < n; ++i) {
+                high[i] = of_expert[0][experts[i]];
+                low[i]  = of_expert[1][experts[i]];
+                kept[i] = of_expert[2][experts[i]];
+            }
+        } else {
+            engine->route(req, wave, { high.data(), low.data(), kept.data() });
+        }
         if (engine->at_once(layer, n_tokens, n_used)) {
             engine->arrive(wave, nullptr);
         }

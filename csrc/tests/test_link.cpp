@@ -5,6 +5,7 @@
 #include "driver.h"
 
 #include <algorithm>
+#include <numeric>
 #include <chrono>
 #include <thread>
 
@@ -281,5 +282,55 @@ TEST(whole_groups_are_filled_and_stay) {
         hooks.event = [](void *, int32_t, int32_t, int32_t, int32_t, int32_t) {};
         e.set_hooks(hooks, nullptr);
         CHECK(!e.resident(0)); // somebody listens
+    }
+}
+
+// Prompts that want every expert: the link has something to do until all is there, and what the prompts before left in
+// slots stays but for a few. The last layer is computed for one token, as llama.cpp does.
+TEST(link_does_not_run_dry_in_a_prompt) {
+    const int n_layers = 6, n_expert = 8, n_tokens = 64, n_used = 2;
+    for (int slots : { 12, 24, 40 }) {
+        fake_model m({ linked(n_expert, n_used, 1, 1) }, std::vector<int>(n_layers, 0));
+        m.place_slots(slots, 0);
+        hobbit_params p = test_params(1.0f, 1.0f);
+        engine e(m.layout, p, divided_by(m, p, HOBBIT_MISS_FETCH), std::make_unique<fake_storage>(m));
+        random_router r(check::seed);
+        for (int prompt = 0; prompt < 5; ++prompt) {
+            std::vector<int32_t> seq(n_tokens, 0), pos(n_tokens);
+            std::vector<float> w(n_tokens * n_used, 0.5f);
+            std::iota(pos.begin(), pos.end(), 0);
+            const uint64_t before = e.stats().loads_high + e.stats().prefetches;
+            uint64_t last = before; // loads when the link was last given any
+            size_t n_dry = 0, since = 0;
+            e.begin_graph();
+            for (int layer = 0; layer < n_layers; ++layer) {
+                const int n = layer + 1 < n_layers ? n_tokens : 1;
+                std::vector<int32_t> experts(n * n_used);
+                for (int i = 0; i < n * n_used; ++i) {
+                    experts[i] = (i + r.below(2) * n_used) % n_expert;
+                }
+                const int n_waves = e.waves(layer, n, n_used);
+                std::vector<int32_t> high(n_expert), low(n_expert), kept(n_expert);
+                for (int wave = 0; wave < n_waves; ++wave) {
+                    route_result out = { high.data(), low.data(), kept.data() };
+                    out.by_expert = true;
+                    e.route({ layer, n, n_used, n_waves, experts.data(), w.data(), &e, seq.data(), pos.data(), layer == 0 }, wave, out);
+                    const uint64_t now = e.stats().loads_high + e.stats().prefetches;
+                    if (now > last && layer + 1 < n_layers) {
+                        n_dry += since; // it was dry although more was to come
+                        since = 0;
+                        last = now;
+                    }
+                    since += m.link.queued() == 0;
+                }
+            }
+            CHECK(e.end_graph().empty());
+            const int share = slots / n_layers, window = slots / 4;
+            CHECK(slots > n_layers * n_expert / 2 || n_dry <= 3); // with more slots there is too little to load
+            if (prompt > 0) {
+                CHECK(last - before <= (uint64_t) ((n_layers - 1) * (n_expert - share) + window));
+            }
+            CHECK(e.consistent());
+        }
     }
 }

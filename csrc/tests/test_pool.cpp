@@ -16,10 +16,9 @@ namespace {
 const group_spec SMALL = { 6, 2, 3, { { 8, 8, 8 }, { 4, 4, 4 } } };
 
 // Priority by a table: ties on purpose.
-class table_policy : public policy {
-  public:
+struct table_policy : each_policy<table_policy> {
     std::map<std::pair<int, int>, double> p;
-    double priority(const candidate & c, const policy_context &) const override {
+    double priority(const candidate & c, const policy_context &) const {
         const auto it = p.find({ c.layer, c.expert });
         return it == p.end() ? 0.0 : it->second;
     }
