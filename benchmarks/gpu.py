@@ -54,6 +54,7 @@ def make_models(name, folder):
                        cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     if not os.path.exists(dual):
         subprocess.run([sys.executable, os.path.join(HERE, "_pair.py"), plain, dual, low], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    os.sync() # nothing is written while others are measured
     return plain, dual
 
 
@@ -94,20 +95,24 @@ def measure(name, ours, peer, folder, out, a):
     def other(label, share, **options):
         run(peer, plain, label, out, {**meta, "who": label.split()[0], "share": share}, **same, **options)
 
+    room = dict(x.split("=") for x in a.room).get(f"{shape}-{kind}", 0)
     for share in SHARES:
-        mine(f"{share:.0%}", share, cache=share, threads=a.threads)
+        mine(f"{share:.0%}", share, cache_bytes=int((share * mib + float(room)) * 2**20), threads=a.threads)
         keep = round(n * (1 - share))
         for threads in a.peer_threads:
             other(f"n-cpu-moe {share:.0%} {threads}t", share, ncmoe=keep, threads=threads)
+        if a.brief:
+            continue
         if a.all_peers or share < 0.5 or shape != "mixtral": # with few large experts it is far behind
             other(f"moe-cache {share:.0%}", share, ncmoe=n, moe_cache_mib=int(mib * share), threads=a.peer_threads[-1])
         if a.all_peers:
             half = n - round(n * share / 2)
             other(f"moe-cache+n-cpu-moe {share:.0%}", share, ncmoe=half, moe_cache_mib=int(mib * share / 2), threads=a.peer_threads[-1])
             other(f"layer-spill {share:.0%}", share, ngl=round(n * share), threads=a.peer_threads[-1])
-    mine("all", 1.0, t="0.6/0.9", cache_bytes=2**40, host=0, threads=a.threads)
-    other("all on GPU", 1.0)
-    other("cpu-moe", 0.0, ncmoe=n, threads=a.peer_threads[-1])
+    if not a.brief:
+        mine("all", 1.0, t="0.6/0.9", cache_bytes=2**40, host=0, threads=a.threads)
+        other("all on GPU", 1.0)
+        other("cpu-moe", 0.0, ncmoe=n, threads=a.peer_threads[-1])
     if not a.keep:
         for f in (plain, dual, dual.replace(".gguf", ".experts.gguf")):
             if os.path.exists(f):
@@ -162,6 +167,8 @@ def main():
     p.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="of hobbit; one core is left for the copies")
     p.add_argument("--peer-threads", type=int, nargs="+", default=[os.cpu_count() or 1], help="n-cpu-moe is run with each, the others with the last")
     p.add_argument("--all-peers", action="store_true", help="also layer spill, and an expert cache beside layers on the GPU")
+    p.add_argument("--brief", action="store_true", help="no peer but --n-cpu-moe, the best in most runs")
+    p.add_argument("--room", nargs="+", default=[], metavar="SHAPE-TYPE=MIB", help="slots beyond the share, where others' compute buffers are so much larger: equal GPU memory")
     p.add_argument("--prompts", default="512,4096")
     p.add_argument("--ubatch", type=int, default=2048)
     p.add_argument("--keep", action="store_true", help="do not remove the models")

@@ -204,6 +204,11 @@ int main(int argc, char ** argv) {
             for (int i = 0; i < times + first; ++i) {
                 rng.seed(n);
                 forget();
+#ifdef HOBBIT
+                if (h) {
+                    hobbit_reset_stats(h);
+                }
+#endif
                 const double t0 = now();
                 run(n, 0);
                 if (i > 0 || !first) {
@@ -211,6 +216,13 @@ int main(int argc, char ** argv) {
                 }
             }
             printf(", \"prompt_%d\": %.2f", n, n / median(s));
+#ifdef HOBBIT
+            if (h) { // of the last one
+                hobbit_stats st;
+                hobbit_get_stats(h, &st);
+                printf(", \"prompt_%d_mb\": %.0f", n, st.bytes_read / 1e6);
+            }
+#endif
         }
         first = false;
         for (const std::string & x : list(text("batches", ""), ',')) { // tokens a second of short batches
