@@ -159,7 +159,11 @@ class Simulation:
             self._hooks.event = b.hobbit_event_fn(lambda _user, *what: event(*what))
             b.hobbit_set_hooks(self.h, self._hooks)
         if policy == CLAIRVOYANT:
-            self._check(b.hobbit_simulate_foresee(self.h, *self._rows(0, len(trace.rows))))
+            try:
+                self._check(b.hobbit_simulate_foresee(self.h, *self._rows(0, len(trace.rows))))
+            except HobbitError:
+                self.close()
+                raise
 
     def _rows(self, begin: int, end: int):
         part = self.trace.rows[begin:end]
