@@ -9,8 +9,8 @@ from . import memory, stats
 from .memory import format_bytes
 
 
-def open_model(args):
-    """Llama as the arguments say."""
+def open_model(args, **more):
+    """Llama as the arguments say; more: further arguments of its."""
     from . import _load
     from .cli import llama_arguments
     from .llama import Llama
@@ -24,7 +24,7 @@ def open_model(args):
         raise ValueError(f"--ctx must be at least 1, not {n_ctx}")
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads must be at least 1, not {args.threads}")
-    return Llama(args.model, n_ctx=n_ctx, verbose=args.verbose, **llama_arguments(args))
+    return Llama(args.model, n_ctx=n_ctx, verbose=args.verbose, **llama_arguments(args), **more)
 
 
 def has_template(llm) -> bool:

@@ -15,8 +15,8 @@ from llama_cpp._ctypes_extensions import ctypes_function_for_shared_library  # n
 
 ctypes_function = ctypes_function_for_shared_library(_lib)
 
-# #define HOBBIT_API_VERSION 2
-HOBBIT_API_VERSION = 2
+# #define HOBBIT_API_VERSION 3
+HOBBIT_API_VERSION = 3
 
 # enum hobbit_precision
 HOBBIT_SKIP = 0
@@ -134,6 +134,18 @@ class hobbit_group_info(ctypes.Structure):
         ("high_types", c_char * 64),
         ("low_types", c_char * 64),
         ("buffer_type", c_char * 32),
+    ]
+
+
+# struct hobbit_layer
+class hobbit_layer(ctypes.Structure):
+    _fields_ = [
+        ("block", c_int32),
+        ("group", c_int32),
+        ("n_expert", c_int32),
+        ("n_expert_used", c_int32),
+        ("high_bytes", c_uint64 * 3),
+        ("low_bytes", c_uint64 * 3),
     ]
 
 
@@ -314,3 +326,31 @@ def hobbit_trace_stop(h, /): ...
 # HOBBIT_API const char * hobbit_decode_error(struct hobbit * h);
 @ctypes_function("hobbit_decode_error", [hobbit_p], c_char_p)
 def hobbit_decode_error(h, /): ...
+
+
+# --- simulation ---
+
+
+# HOBBIT_API int hobbit_probe_layers(const char * path, int32_t n_expert_used, struct hobbit_layer * layers, int32_t n_max);
+@ctypes_function("hobbit_probe_layers", [c_char_p, c_int32, POINTER(hobbit_layer), c_int32], c_int)
+def hobbit_probe_layers(path, n_expert_used, layers, n_max, /): ...
+
+
+# HOBBIT_API struct hobbit * hobbit_simulate(const struct hobbit_layer * layers, int32_t n_layers, const struct hobbit_params * params, const int32_t * slots);
+@ctypes_function("hobbit_simulate", [POINTER(hobbit_layer), c_int32, POINTER(hobbit_params), POINTER(c_int32)], hobbit_p)
+def hobbit_simulate(layers, n_layers, params, slots, /): ...
+
+
+# HOBBIT_API void hobbit_simulate_free(struct hobbit * h);
+@ctypes_function("hobbit_simulate_free", [hobbit_p], None)
+def hobbit_simulate_free(h, /): ...
+
+
+# HOBBIT_API int hobbit_simulate_run(struct hobbit * h, const void * rows, int64_t n_rows, int32_t n_used);
+@ctypes_function("hobbit_simulate_run", [hobbit_p, c_void_p, c_int64, c_int32], c_int)
+def hobbit_simulate_run(h, rows, n_rows, n_used, /): ...
+
+
+# HOBBIT_API int hobbit_simulate_foresee(struct hobbit * h, const void * rows, int64_t n_rows, int32_t n_used);
+@ctypes_function("hobbit_simulate_foresee", [hobbit_p, c_void_p, c_int64, c_int32], c_int)
+def hobbit_simulate_foresee(h, rows, n_rows, n_used, /): ...

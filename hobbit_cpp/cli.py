@@ -1,4 +1,4 @@
-"""The command hobbit: run, convert, info, demo, bench."""
+"""The command hobbit: run, convert, info, demo, bench, trace, simulate."""
 
 from __future__ import annotations
 
@@ -86,6 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each (default: %(default)s)")
     add_model_arguments(bench)
     add_offload_arguments(bench)
+
+    from ._cli_trace import add_parsers
+    add_parsers(commands)
     return p
 
 
@@ -104,6 +107,8 @@ def _command(argv: list[str]) -> int:
     if args.command == "demo":
         from .demo import demo
         return demo(args.prompt, args.threads)
+    if "function" in args:
+        return args.function(args)
     from ._cli_bench import bench
     return bench(args)
 

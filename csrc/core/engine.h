@@ -38,6 +38,7 @@ struct route_request {
     const int32_t * seq;     // [n_tokens]
     const int32_t * pos;     // [n_tokens]
     bool            first;   // first layer of this ubatch
+    bool            normalised = false; // weights: those of a trace
     void *          compute = nullptr; // the device's compute queue, for the link; null where slots are host memory
 };
 
@@ -93,6 +94,7 @@ class engine {
     int  prefetch(int layer, int expert, int copy);
     void set_thresholds(float t1, float t2);
     void set_policy(int32_t kind, const float * weights);
+    void set_policy(std::unique_ptr<policy> own); // one that is not in enum hobbit_policy
     void set_hooks(const hobbit_hooks & hooks, hobbit * handle);
 
     hobbit_params params();

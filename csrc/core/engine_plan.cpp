@@ -45,7 +45,12 @@ void engine::select(const route_request & req) {
     }
     for (int t = 0; t < n_tokens_; ++t) {
         const size_t at = (size_t) t * n_used_;
-        select_token(req.weights + at, n_used_, params_.t1, params_.t2, &weights_[at], &wanted_[at]);
+        if (req.normalised) {
+            std::copy_n(req.weights + at, n_used_, &weights_[at]);
+            select_normalised(&weights_[at], n_used_, params_.t1, params_.t2, &wanted_[at]);
+        } else {
+            select_token(req.weights + at, n_used_, params_.t1, params_.t2, &weights_[at], &wanted_[at]);
+        }
         if (trace_.on()) {
             trace_.add(req.seq[t], req.pos[t], layer_, &experts_[at], &weights_[at], n_used_);
         }

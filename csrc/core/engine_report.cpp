@@ -25,6 +25,14 @@ void engine::set_policy(int32_t kind, const float * weights) {
     }
 }
 
+void engine::set_policy(std::unique_ptr<policy> own) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    policy_ = std::move(own);
+    for (pool & p : pools_) {
+        p.forget_order();
+    }
+}
+
 void engine::set_hooks(const hobbit_hooks & hooks, hobbit * handle) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     hooks_  = hooks;
@@ -138,7 +146,7 @@ void engine::reset_stats() {
 
 std::string engine::trace_start(const std::string & path) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    return trace_.start(path, info().n_expert_used);
+    return trace_.start(path, info().n_expert_used, layout_);
 }
 
 std::string engine::trace_stop() {

@@ -72,6 +72,9 @@ void loader::add_part(const load_request & r, int proj, bool by_link, std::vecto
 }
 
 void loader::submit(load_priority priority, const std::vector<load_request> & loads) {
+    if (threads_.empty()) {
+        return;
+    }
     std::vector<load_piece> pieces[N_PARTS];
     std::vector<load_piece> linked[N_PARTS];
     device_link * link = nullptr;

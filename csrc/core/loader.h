@@ -67,7 +67,8 @@ struct load_request {
 
 class loader {
   public:
-    // max_piece: as model_layout::piece_bytes()
+    // max_piece: as model_layout::piece_bytes(). Without threads nothing is read, and a load is done when it is
+    // submitted: for a simulation.
     loader(storage & files, int n_threads, size_t max_piece);
     ~loader(); // finishes the pieces in flight, drops the others
 

@@ -21,7 +21,10 @@ void select_token(const float * weights, int n_used, float t1, float t2, float *
     for (int r = 0; r < n_used; ++r) {
         g[r] = (float) (weights[r] / sum);
     }
+    select_normalised(g, n_used, t1, t2, wanted);
+}
 
+void select_normalised(const float * g, int n_used, float t1, float t2, int32_t * wanted) {
     constexpr int N_STACK = 64;
     int  order_stack[N_STACK];
     std::vector<int> order_heap;

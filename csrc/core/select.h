@@ -18,4 +18,7 @@ namespace hob {
 // built on rubbish.
 void select_token(const float * weights, int n_used, float t1, float t2, float * g, int32_t * wanted);
 
+// The same for weights that are normalised already, as a trace has them: once more would move them by a rounding.
+void select_normalised(const float * g, int n_used, float t1, float t2, int32_t * wanted);
+
 } // namespace hob

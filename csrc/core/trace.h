@@ -1,4 +1,4 @@
-// trace.h - recording the routing to a NumPy .npy file (docs/trace.md).
+// trace.h - recording the routing to a NumPy .npy file, and reading its rows (docs/trace.md).
 
 #pragma once
 
@@ -6,8 +6,22 @@
 
 #include <cstdio>
 #include <string>
+#include <vector>
 
 namespace hob {
+
+// A row of the file, packed: seq i2, pos i4, layer i2, expert i2[n_used], weight f4[n_used].
+inline size_t trace_row_bytes(int n_used) { return 8 + 6 * (size_t) n_used; }
+
+struct trace_row {
+    int32_t seq;
+    int32_t pos;
+    int32_t layer;
+    std::vector<int32_t> experts; // [n_used], -1: none
+    std::vector<float>   weights; // [n_used]
+
+    void read(const char * from, int n_used);
+};
 
 class trace {
   public:
@@ -18,8 +32,8 @@ class trace {
 
     bool on() const { return file_ != nullptr; }
 
-    // Returns "" or what went wrong. Rows have room for n_used ranks.
-    std::string start(const std::string & path, int n_used);
+    // Returns "" or what went wrong. Rows have room for n_used ranks; the layers' shapes follow them in the file.
+    std::string start(const std::string & path, int n_used, const model_layout & layout);
 
     // experts, weights [n_used]; fewer ranks than the file's are filled up with expert -1.
     void add(int32_t seq, int32_t pos, int32_t layer, const int32_t * experts, const float * weights, int n_used);
@@ -37,6 +51,7 @@ class trace {
     uint64_t    rows_   = 0;
     bool        bad_    = false;
     std::string row_;
+    std::string layers_; // the second array
 };
 
 } // namespace hob

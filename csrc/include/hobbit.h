@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define HOBBIT_API_VERSION 2
+#define HOBBIT_API_VERSION 3
 
 struct hobbit;      // the engine of one model: its pools, records, loader threads, statistics
 struct llama_model; // llama.h
@@ -143,6 +143,17 @@ struct hobbit_group_info {
     char     buffer_type[32];   // the ggml buffer type that the slots are in
 };
 
+// A layer with routed experts, as traces and simulations have it. Bytes are those of one expert, per projection in the
+// order in which they are stored (gate, up, down), 0 after the last.
+struct hobbit_layer {
+    int32_t  block;         // its number in the model
+    int32_t  group;         // layers of a group share slots; numbered in the order of their first layers
+    int32_t  n_expert;
+    int32_t  n_expert_used;
+    uint64_t high_bytes[3];
+    uint64_t low_bytes[3];
+};
+
 // Counters since the load or the last reset. A request is one (token, rank) pair of the router.
 // requests == wanted_high + wanted_low + wanted_skip
 //          == hits_high + hits_low + misses_high + misses_low + skips
@@ -256,6 +267,23 @@ HOBBIT_API int  hobbit_trace_stop(struct hobbit * h);
 
 // Error of the last failed forward pass of this model, "" if the last one succeeded.
 HOBBIT_API const char * hobbit_decode_error(struct hobbit * h);
+
+// --- simulation ------------------------------------------------------------------------------
+
+// The layers of a dual GGUF without loading it: fills in n_max of them at most and gives how many there are.
+HOBBIT_API int  hobbit_probe_layers(const char * path, int32_t n_expert_used, struct hobbit_layer * layers, int32_t n_max);
+
+// An engine without a model, for playing recorded routings: what would be loaded and given up. All functions above that
+// take an engine work. slots: [n_groups][2] of high and low copies; NULL: as the budget in params divides. NULL on failure.
+HOBBIT_API struct hobbit * hobbit_simulate(const struct hobbit_layer * layers, int32_t n_layers, const struct hobbit_params * params, const int32_t * slots);
+HOBBIT_API void hobbit_simulate_free(struct hobbit * h);
+
+// Play rows of a trace (docs/trace.md), one token at a time: whole tokens, a token's layers one after another.
+HOBBIT_API int  hobbit_simulate_run(struct hobbit * h, const void * rows, int64_t n_rows, int32_t n_used);
+
+// Evict by what these rows will ask for from now on, a reference for the policies. They must be played next, with the
+// thresholds in force now.
+HOBBIT_API int  hobbit_simulate_foresee(struct hobbit * h, const void * rows, int64_t n_rows, int32_t n_used);
 
 #ifdef __cplusplus
 }

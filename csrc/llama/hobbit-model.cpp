@@ -6,6 +6,7 @@
 
 #include "hobbit-host.h"
 #include "hobbit-link.h"
+#include "shape.h"
 
 #include <algorithm>
 #include <cstring>
@@ -404,7 +405,7 @@ bool hobbit_graph_scope::end() {
 
 // --- sizes without loading ---
 
-int hobbit_measure_file(const std::string & path, int n_used_override, hobbit_info & out) {
+static hob::model_layout probe(const std::string & path, int n_used_override) {
     gguf_context_ptr g(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/ true, /*.ctx =*/ nullptr }));
     if (!g) {
         throw std::runtime_error(path + ": not a GGUF file, or damaged");
@@ -434,7 +435,13 @@ int hobbit_measure_file(const std::string & path, int n_used_override, hobbit_in
         n_used.push_back((int) n);
     }
     std::vector<group_plan> plans;
-    const hob::model_layout layout = lay_out(sc, n_used, std::vector<ggml_backend_buffer_type_t>(sc.layers.size(), nullptr), plans);
+    return lay_out(sc, n_used, std::vector<ggml_backend_buffer_type_t>(sc.layers.size(), nullptr), plans);
+}
+
+std::vector<hobbit_layer> hobbit_layers_of_file(const std::string & path, int n_used_override) { return hob::shape_of(probe(path, n_used_override)); }
+
+int hobbit_measure_file(const std::string & path, int n_used_override, hobbit_info & out) {
+    const hob::model_layout layout = probe(path, n_used_override);
     const hob::budget b = hob::measure(layout, hobbit_load_params(), hob::records(layout).bytes());
     out = {};
     out.floor_bytes   = b.floor;

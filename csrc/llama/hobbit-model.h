@@ -5,6 +5,7 @@
 #pragma once
 
 #include "engine.h"
+#include "simulate.h"
 #include "hobbit-sidecar.h"
 
 #include "ggml-backend-impl.h"
@@ -50,6 +51,8 @@ struct hobbit {
     std::vector<ggml_backend_buffer_ptr> bank_bufs;
     std::map<ggml_backend_dev_t, std::unique_ptr<hob::device_link>> links;
     std::unique_ptr<hob::engine> engine; // freed first: its threads write into the banks
+
+    std::unique_ptr<hob::replay> replay; // in a simulation, where there is no model
 
     std::string last_decode_error;
 
