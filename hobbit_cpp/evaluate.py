@@ -31,7 +31,7 @@ __all__ = ["Divergence", "MODES", "Report", "Run", "Value", "evaluate"]
 
 MODES = ("served", "worst")
 N_CTX = 512
-OTHER_N_CTX = 1024  # at least that much context where sentences or tool calls are read
+OTHER_N_CTX = 512  # at least that much context where sentences or tool calls are read
 
 
 def evaluate(model, *, text=None, reference=None, modes=None, n_ctx: int = N_CTX, chunks: int | None = None, pairs=None,
