@@ -15,6 +15,8 @@ import os
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from . import bindings  # noqa: F401  before llama_cpp: it makes llama_cpp use our libraries
 
 from . import _evaluate_pairs as pairs_
@@ -121,14 +123,14 @@ class _Found:
     """What a run found; of a reference, what the others are compared with."""
     mode: str
     model: str
+    work: _Work
     n_chunks: int = 0
-    chunks: list = None
+    tokens: tuple | None = None  # (size of the vocabulary, chunks of the text, tool calls)
     text: TextScores | None = None
-    store: Store | None = None
-    work: _Work = None
-    margins: object = None
-    json: object = None
-    calls: object = None
+    store: Store | None = None  # of a reference
+    margins: np.ndarray | None = None  # of the pairs
+    calls: structured_.Structure | None = None
+    json: structured_.JsonScores | None = None
     totals: dict | None = None
     settings: dict | None = None
     seconds: float = 0.0
@@ -178,7 +180,7 @@ def _of_reference(arguments: dict, dual: bool) -> dict:
 def _run(work: _Work, mode: str, path: str, arguments: dict, base: _Found | None) -> _Found:
     """One pass over everything; a reference (mode "reference") keeps its logits."""
     start = time.perf_counter()
-    found = _Found(mode, path, work=work)
+    found = _Found(mode, path, work)
     with Llama(path, n_ctx=work.context, n_batch=min(work.context, 512), **{"verbose": False, **arguments}) as llm:
         meter = Progress(1, work.progress, "tok/s", 1, TITLES[mode])
         runner = Runner(llm, mode in MODES, meter)
@@ -199,11 +201,11 @@ def _run(work: _Work, mode: str, path: str, arguments: dict, base: _Found | None
 def _do(work: _Work, runner: Runner, found: _Found, base: _Found | None) -> None:
     llm = runner.llm
     chunks = text_chunks(llm, work.text, work.n_ctx, work.chunks) if work.text is not None else []
-    found.chunks, found.n_chunks = chunks, len(chunks)
-    if base is not None and (chunks != base.chunks or base.store and base.store.n_vocab != runner.n_vocab):
-        raise ValueError(f"{found.model} and the reference {base.model} do not turn the text into the same tokens: they cannot be compared")
     sentences = pairs_.tokenize(runner, work.pairs) if work.pairs else []
     calls = [structured_.label(runner, structured_.document(tools)) for tools in structured_.DOCUMENTS] if work.structured else []
+    found.n_chunks, found.tokens = len(chunks), (runner.n_vocab, chunks, [tokens for tokens, _ in calls])
+    if base is not None and found.tokens != base.tokens:
+        raise ValueError(f"{found.model} and the reference {base.model} do not turn a text into the same tokens: they cannot be compared")
     # what is written is not known before: counted as what is read
     runner.meter.total = max(1, sum(map(len, chunks)) + sum(map(len, sentences)) + sum(len(tokens) for tokens, _ in calls))
     if chunks:
@@ -218,10 +220,10 @@ def _do(work: _Work, runner: Runner, found: _Found, base: _Found | None) -> None
 def _read_text(work: _Work, runner: Runner, found: _Found, base: _Found | None) -> None:
     found.text = TextScores()
     if found.mode == "reference":
-        found.store = Store(len(found.chunks) * work.scored_per_chunk, runner.n_vocab)
+        found.store = Store(found.n_chunks * work.scored_per_chunk, runner.n_vocab)
     elif base is not None:
         base.store.rewind()
-    for tokens in found.chunks:
+    for tokens in found.tokens[1]:
         at = work.first + 1
         for logits in runner.logits(tokens, work.first):
             n = len(logits)

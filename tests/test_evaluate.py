@@ -229,7 +229,7 @@ def test_batches_are_bounded(monkeypatch):
 def test_reference_with_other_tokens(dual, monkeypatch):
     chunks = run_.text_chunks
     monkeypatch.setattr(module, "text_chunks", lambda llm, *a: [c[::-1] if llm.is_offloaded else c for c in chunks(llm, *a)])
-    with pytest.raises(ValueError, match="do not turn the text into the same tokens"):
+    with pytest.raises(ValueError, match="do not turn a text into the same tokens"):
         evaluate(dual, text=TEXT, n_ctx=32, chunks=1, reference=SOURCE, cache_bytes="min", **ONE)
 
 
