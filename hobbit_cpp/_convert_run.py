@@ -11,9 +11,7 @@ import concurrent.futures
 import contextlib
 import math
 import signal
-import sys
 import threading
-import time
 from dataclasses import dataclass
 from typing import Callable, Iterable, Iterator
 
@@ -25,6 +23,7 @@ from gguf_tools.writer import StreamWriter
 
 from ._convert_imatrix import Imatrix
 from ._convert_plan import ConvertError, Copies
+from ._progress import Progress
 
 BLOCK_WEIGHTS = 1 << 19
 COPY_BYTES = 4 << 20
@@ -37,34 +36,6 @@ class Errors:
     high: float = 0.0        # of the high copy's weights
     high_error: float = 0.0  # of high - source
     low_error: float = 0.0   # of low - high
-
-
-class Progress:
-    """A line on stderr with share, rate and time left, while that is a terminal; otherwise nothing."""
-
-    def __init__(self, total: int, enabled: bool):
-        self.total, self.done = max(total, 1), 0
-        self.enabled = enabled and sys.stderr.isatty()
-        self.start = self.last = time.monotonic()
-
-    def add(self, n: int) -> None:
-        self.done += n
-        now = time.monotonic()
-        if self.enabled and now - self.last > 0.2:
-            self.last = now
-            rate = self.done / (now - self.start)
-            left = (self.total - self.done) / rate
-            print(f"\r{100 * self.done / self.total:5.1f} %  {rate / 2**20:,.0f} MiB/s  {_clock(left)} left ",
-                  end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        if self.enabled:
-            print("\r" + " " * 50 + "\r", end="", file=sys.stderr, flush=True)
-
-
-def _clock(seconds: float) -> str:
-    s = round(seconds)
-    return f"{s // 3600}:{s // 60 % 60:02}:{s % 60:02}" if s >= 3600 else f"{s // 60}:{s % 60:02}"
 
 
 def write_pair(reader: Reader, experts: list[Copies], main: StreamWriter, sidecar: StreamWriter, *, link: bool,

@@ -1,4 +1,4 @@
-"""The command hobbit: run, convert, info, demo, bench, trace, simulate."""
+"""The command hobbit: run, convert, info, demo, bench, evaluate, trace, simulate."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 
+from ._cli_evaluate import add_evaluate_arguments
 from ._version import __version__
 from .errors import HobbitError
 from .settings import MISS, POLICIES
@@ -28,8 +29,8 @@ def add_offload_arguments(p: argparse.ArgumentParser) -> None:
     g.add_argument("--miss", choices=MISS, help="with all copies in RAM, misses are fetched, computed by the CPU, or divided (default: auto, divided)")
 
 
-def add_model_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--ctx", type=int, metavar="N", help="context in tokens (default: the model's, at most 4096)")
+def add_model_arguments(p: argparse.ArgumentParser, ctx: str = "context in tokens (default: the model's, at most 4096)") -> None:
+    p.add_argument("--ctx", type=int, metavar="N", help=ctx)
     p.add_argument("--threads", type=int, metavar="N", help="computing threads (default: half of the cores)")
     p.add_argument("-ngl", "--gpu-layers", type=int, metavar="N", help="layers on the GPU, -1: all (default: none)")
     p.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
@@ -87,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     add_model_arguments(bench)
     add_offload_arguments(bench)
 
+    evaluate = commands.add_parser("evaluate", help="measure what a setting costs in quality",
+                                   description="Perplexity, divergence from a reference, minimal pairs and structured output under a setting.")
+    add_evaluate_arguments(evaluate)
+    add_model_arguments(evaluate, "tokens of a chunk, of which the second half counts (default: 512)")
+    add_offload_arguments(evaluate)
     from ._cli_trace import add_parsers
     add_parsers(commands)
     return p
@@ -107,6 +113,9 @@ def _command(argv: list[str]) -> int:
     if args.command == "demo":
         from .demo import demo
         return demo(args.prompt, args.threads)
+    if args.command == "evaluate":
+        from ._cli_evaluate import evaluate
+        return evaluate(args)
     if "function" in args:
         return args.function(args)
     from ._cli_bench import bench

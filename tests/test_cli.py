@@ -46,9 +46,9 @@ def hobbit(capfd):
 
 def test_help_and_version(hobbit):
     status, out, _ = hobbit("--help")
-    assert status == 0 and all(f"    {c} " in out for c in ("run", "convert", "info", "demo", "bench", "trace", "simulate"))
+    assert status == 0 and all(f"    {c} " in out for c in ("run", "convert", "info", "demo", "bench", "evaluate", "trace", "simulate"))
     assert hobbit("--version")[:2] == (0, f"hobbit-cpp {__version__}\n")
-    for command in ("run", "convert", "info", "demo", "bench", "trace", "simulate"):
+    for command in ("run", "convert", "info", "demo", "bench", "evaluate", "trace", "simulate"):
         status, out, _ = hobbit(command, "--help")
         assert status == 0 and out.startswith("usage:")
 
