@@ -53,9 +53,8 @@ def add_parsers(commands) -> None:
 
 
 def trace(args) -> int:
-    from gguf_tools.synth import progress_bar
-
     from ._cli_run import open_model
+    from ._progress import Progress
 
     for name, least in (("tokens", 1), ("window", 2)):
         if getattr(args, name) is not None and getattr(args, name) < least:
@@ -71,16 +70,15 @@ def trace(args) -> int:
         windows = cut(llm.tokenize(text, add_bos=False), begin_of(llm), args.window, args.tokens)
         if not windows:
             raise ValueError(f"{args.text} is empty")
-        n, show = sum(map(len, windows)), progress_bar()
+        n = sum(map(len, windows))
+        bar = Progress(n, True, "tokens/s", 1)
         layers = len(llm.offload_stats()["layers"])
-        done = 0
         with llm.trace(args.output):
             for tokens in windows:
                 llm.reset()
                 llm.eval(tokens)
-                done += len(tokens)
-                if show:
-                    show(done, n)
+                bar.add(len(tokens))
+        bar.clear()
     print(f"{args.output}: {n} tokens in {len(windows)} sequences, {layers} layers, {format_bytes(os.path.getsize(args.output))}")
     return 0
 
@@ -104,14 +102,15 @@ def cut(tokens: list[int], begin: list[int], window: int, most: int | None) -> l
 
 
 def simulate(args) -> int:
-    from gguf_tools.synth import progress_bar
-
     from . import simulate as s
+    from ._progress import Progress
 
     configurations = plan(args)
     recorded = s.read_trace(args.trace)
     layers = s.check(recorded, s.read_layers(args.model) if args.model else None)
-    results = s.simulate_all(recorded, configurations, layers, args.threads, progress_bar())
+    bar = Progress(len(configurations), True, "settings/s", 1)
+    results = s.simulate_all(recorded, configurations, layers, args.threads, bar.add)
+    bar.clear()
     if args.json:
         print(json.dumps({"trace": args.trace, "tokens": recorded.n_tokens, "layers": len(layers), "results": results}, indent=1))
     else:

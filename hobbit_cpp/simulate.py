@@ -225,7 +225,7 @@ def simulate(trace: Trace, layers: np.ndarray | None = None, **settings) -> dict
 
 
 def simulate_all(trace: Trace, configurations: list[dict], layers: np.ndarray | None = None, threads: int | None = None, progress=None) -> list[dict]:
-    """simulate() of each, several at once; progress(done, of how many) after each."""
+    """simulate() of each, several at once; progress(1) after each."""
     stop = threading.Event()
 
     def one(settings):
@@ -237,10 +237,10 @@ def simulate_all(trace: Trace, configurations: list[dict], layers: np.ndarray | 
     with ThreadPoolExecutor(threads) as pool:
         jobs = [pool.submit(one, c) for c in configurations]
         try:
-            for done, job in enumerate(as_completed(jobs), 1):
+            for job in as_completed(jobs):
                 job.result()
                 if progress:
-                    progress(done, len(jobs))
+                    progress(1)
         except BaseException:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)

@@ -161,8 +161,8 @@ def test_many_at_once_are_each_alone(recorded):
     trace = s.read_trace(recorded)
     configurations = [{"policy": p, "slots": x, "t1": t1} for p in ("lru", "hobbit", "clairvoyant") for x in ((6, 1), (24, 4)) for t1 in (0.6, 1.0)]
     seen = []
-    results = s.simulate_all(trace, configurations, threads=3, progress=lambda done, n: seen.append((done, n)))
-    assert seen == [(i + 1, 12) for i in range(12)]
+    results = s.simulate_all(trace, configurations, threads=3, progress=seen.append)
+    assert seen == [1] * 12
     assert results == [s.simulate(trace, **c) for c in configurations]
     assert results != s.simulate_all(trace, configurations[::-1])
     penalty = {(r["policy"], r["high_slots"][0], r["t1"]): r["penalty"] for r in results}

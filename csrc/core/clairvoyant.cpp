@@ -5,14 +5,13 @@
 namespace hob {
 
 namespace {
-class policy_clairvoyant : public policy {
+class policy_clairvoyant : public each_policy<policy_clairvoyant> {
   public:
     explicit policy_clairvoyant(const future & known) : known_(known) {}
 
-  private:
     static constexpr int USES = 4; // more change the penalty by less than a per cent
 
-    double priority(const candidate & c, const policy_context & ctx) const override {
+    double priority(const candidate & c, const policy_context & ctx) const {
         const future::uses & u = known_.at(c.layer, c.expert);
         double p = 0.0;
         int left = USES;
@@ -31,6 +30,7 @@ class policy_clairvoyant : public policy {
         return p;
     }
 
+  private:
     const future & known_;
 };
 } // namespace
