@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <climits>
 #include <cstring>
-#include <numeric>
 #include <stdexcept>
 
 namespace hob {
@@ -130,12 +129,13 @@ std::string engine::end_graph() {
     {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
         finish_step();
-        for (group_layout & g : layout_.groups) {
-            if (g.has_link()) { // nothing of a graph that failed may still be under way
-                g.banks[COPY_HIGH][0].link->wait(g.banks[COPY_HIGH][0].link->mark());
+        for (size_t gi = 0; gi < layout_.groups.size(); ++gi) {
+            if (layout_.groups[gi].has_link()) { // nothing of a graph that failed may still be under way
+                device_link & link = *layout_.groups[gi].banks[COPY_HIGH][0].link;
+                waited_[gi] = link.mark();
+                link.wait(waited_[gi]);
             }
         }
-        std::fill(waited_.begin(), waited_.end(), 0);
         graphs_++;
         graph_us_ += now_us() - graph_t0_;
         err = error_;
@@ -268,23 +268,25 @@ void engine::cpu_done() {
     constexpr int64_t ASKING_US = 25;
     const bool link_last = arrived - done > ASKING_US;
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    if (budget_.miss == HOBBIT_MISS_AUTO && !params_.link_speed) {
+    if (budget_.miss == HOBBIT_MISS_AUTO && !params_.link_speed && !behind_ahead_) {
         speeds_.observe(ticket ? (double) loaded : 0.0, (arrived - issued_us_) / 1e6, link_last, (double) computed, (done - cpu_us_) / 1e6);
     }
     stats_[layer_].cpu_us  += done - cpu_us_;
     stats_[layer_].wait_us += arrived - done;
 }
 
+// Times that the running sequences used an expert.
+uint32_t engine::uses(int layer, int expert) const {
+    uint32_t n = 0;
+    for (const sequence_records * s : records_.active()) {
+        n += records_.at(*s, layer, expert).uses;
+    }
+    return n;
+}
+
 // Experts that the CPU computed get a slot, too, while slots are free (but one, which divided experts use), and
 // where they are used much more often than what they would push out.
 void engine::admit() {
-    const auto uses = [&](int layer, int expert) {
-        uint32_t n = 0;
-        for (const sequence_records * s : records_.active()) {
-            n += records_.at(*s, layer, expert).uses;
-        }
-        return n;
-    };
     std::vector<load_request> loads;
     for (const expert_plan & p : plans_) {
         if (!p.cpu || params_.admit == HOBBIT_ADMIT_NEVER || pool_of(layer_, COPY_HIGH).find(layer_, p.expert) >= 0) {
@@ -495,8 +497,8 @@ void engine::finish_step() {
     n_waves_ = 0;
 }
 
-// A large batch wants nearly every expert of the next layers, too: a wave of what they miss loads while this layer
-// computes.
+// A large batch wants nearly every expert of the next layers, too, or those that its sequences have used there: each
+// wave of this layer brings a wave of what they miss.
 void engine::look_ahead() {
     int left = (layout_.layers[layer_].n_expert + n_waves_ - 1) / n_waves_;
     for (int next = layer_ + 1; next < (int) layout_.layers.size() && left > 0; ++next) {
@@ -505,9 +507,13 @@ void engine::look_ahead() {
         if ((int64_t) std::min(n_tokens_, n_tokens_of_[next]) * n_used_ < 2 * l.n_expert) {
             continue;
         }
+        bool known = false; // from earlier batches of the sequences
+        for (int e = 0; e < l.n_expert && !known; ++e) {
+            known = uses(next, e) > 0;
+        }
         std::vector<load_request> loads;
         for (int e = 0; e < l.n_expert && left > 0; ++e) {
-            if (pool_of(next, COPY_HIGH).find(next, e) < 0) {
+            if ((!known || uses(next, e) > 0) && pool_of(next, COPY_HIGH).find(next, e) < 0) {
                 left = load_ahead(next, e, COPY_HIGH, false, loads) ? left - 1 : 0;
             }
         }
@@ -532,12 +538,14 @@ int engine::prefetch(int layer, int expert, int copy) {
     return found;
 }
 
-// Loads of one layer that nobody waits for yet. A link has no priorities: they come after what was queued before.
+// Loads of one layer by a link that nobody waits for yet. It has no priorities: they come after what was queued before,
+// with one ticket.
 void engine::submit_ahead(const std::vector<load_request> & loads) {
-    loader_.submit(!loads.empty() && loads[0].group->has_link() ? PRIORITY_DEMAND : PRIORITY_PREFETCH, loads);
+    loader_.submit(PRIORITY_DEMAND, loads);
+    queued_ahead_ = queued_ahead_ || !loads.empty();
 }
 
-// False: there is no slot to spare.
+// False: there is no slot to spare. What a link brings is appended to loads, for submit_ahead().
 bool engine::load_ahead(int layer, int expert, int copy, bool same_layer, std::vector<load_request> & loads) {
     // leave the slots that one token can need
     pool & pl = pool_of(layer, copy);
@@ -569,8 +577,13 @@ bool engine::load_ahead(int layer, int expert, int copy, bool same_layer, std::v
     stats_[layer].bytes_read     += g.expert_bytes(copy);
     stats_[layer].bytes_prefetch += g.expert_bytes(copy);
     event(HOBBIT_EVENT_PREFETCH, layer, expert, copy, s);
-    loads.push_back({ &layout_.layers[layer], &g, copy, expert, s, &x.load, 0, layer });
-    from_host(loads.back());
+    load_request request = { &layout_.layers[layer], &g, copy, expert, s, &x.load, 0, layer };
+    from_host(request);
+    if (g.has_link()) {
+        loads.push_back(request);
+    } else {
+        loader_.submit(PRIORITY_PREFETCH, { request }); // at once: the slot counts as loading from now on
+    }
     return true;
 }
 

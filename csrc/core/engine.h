@@ -119,7 +119,7 @@ class engine {
         int     slot = -1; // -1: not there and not queued yet
         int     wave = 0;
         bool    miss = false;
-        bool    ahead = false; // a hit that was loaded ahead for this batch, or is on its way
+        bool    ahead = false; // of a large batch: a high hit that was loaded ahead and not used yet
         int     pins = 0;
         bool    cpu  = false; // a miss that the CPU computes, whole or in part
         int     units = 0;    // of the inner width that are loaded into the slot; 0: all, or none where there is no load
@@ -129,7 +129,6 @@ class engine {
     // Ubatches of at least this many tokens are prompt processing: they want nearly every expert once.
     static constexpr int BULK_TOKENS = 32;
 
-
     void plan(const route_request & req);
     void select(const route_request & req);
     void look_up();
@@ -137,6 +136,7 @@ class engine {
     void divide_into_waves();
     void count(const route_request & req);
     void admit();
+    uint32_t uses(int layer, int expert) const;
     uint64_t part_bytes(const expert_plan & p) const;
     uint64_t cpu_bytes(const expert_plan & p) const;
     bool issue(int wave, bool must);
@@ -170,7 +170,10 @@ class engine {
     hobbit * handle_ = nullptr;
 
     std::vector<hobbit_stats> stats_; // [layer]
-    std::vector<int> n_tokens_of_;    // [layer]: of the last batch
+    std::vector<int> n_tokens_of_;    // [layer]: of the last large batch
+    int  pass_tokens_  = 0;     // of the pass's first layer
+    bool queued_ahead_ = false; // on a link, since the step's plan
+    bool behind_ahead_ = false; // the same before it: the step's loads came after them
     speeds speeds_;
     std::vector<bool>     whole_;  // [group]: all experts are in slots at high precision, for good
     std::vector<uint64_t> waited_; // [group]: ticket of the link that compute has been told to wait for

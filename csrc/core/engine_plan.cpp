@@ -15,7 +15,14 @@ void engine::plan(const route_request & req) {
     n_used_   = req.n_used;
     n_waves_  = req.n_waves;
     bulk_     = req.n_tokens >= BULK_TOKENS;
-    n_tokens_of_[layer_] = n_tokens_;
+    if (req.first) {
+        pass_tokens_ = n_tokens_;
+    }
+    if (pass_tokens_ >= BULK_TOKENS) {
+        n_tokens_of_[layer_] = n_tokens_;
+    }
+    behind_ahead_ = queued_ahead_;
+    queued_ahead_ = false;
     at_once_  = at_once(layer_, n_tokens_, n_used_);
     clock_++;
     select(req);
@@ -120,7 +127,7 @@ void engine::look_up() {
             x.last_clock = clock_;
             x.last_pass  = pass_;
             if (x.prefetched) {
-                p.ahead = bulk_;
+                p.ahead = bulk_ && c == COPY_HIGH;
                 x.prefetched = false;
                 stats_[layer_].prefetch_hits++;
             }
@@ -177,7 +184,7 @@ uint64_t engine::part_bytes(const expert_plan & p) const {
     return p.units > 0 ? g.expert_bytes(p.copy) / g.n_units * p.units : g.expert_bytes(p.copy);
 }
 
-// Hits are all in wave 0, and misses stay out of it if the other waves can take them: hits compute while
+// Hits are in wave 0, and misses stay out of it if the other waves can take them: hits compute while
 // they load. Misses are spread evenly, high copies first, so that the smallest loads come last and least
 // is left to compute when the last byte is there. What was loaded ahead goes before them where slots allow: it may
 // be on its way, and wave after wave its slots become free for other loads. Low ones beyond what the low pool can

@@ -2,7 +2,7 @@
 //
 // Copies run in the order in which they were queued. The device's compute queue is told to wait for them
 // (before()), so that the host can give it work whose weights are still on their way. Used by one thread at a
-// time, the one that holds the engine; wait() by any.
+// time, the one that holds the engine's lock; wait() by any.
 
 #pragma once
 

@@ -66,11 +66,14 @@ std::string replay::foresee(const char * rows, int64_t n_rows, int n_used) {
     }
     const hobbit_params p = engine_.params();
     std::vector<int32_t> wanted(n_used);
-    for (int64_t i = 0; i < n_rows; ++i) {
+    for (int64_t i = 0; i < n_rows; ++i) { // all of them, before anything is kept
         const std::string err = read(rows + i * trace_row_bytes(n_used), i, n_used);
         if (!err.empty()) {
             return err;
         }
+    }
+    for (int64_t i = 0; i < n_rows; ++i) {
+        read(rows + i * trace_row_bytes(n_used), i, n_used);
         select_normalised(row_.weights.data(), n_here_, p.t1, p.t2, wanted.data());
         for (int r = 0; r < n_here_; ++r) {
             known_.add(row_.layer, row_.experts[r], step_ + i + 1, wanted[r]);

@@ -174,7 +174,7 @@ struct hobbit_stats {
     uint64_t loads_high;   // experts loaded on demand
     uint64_t loads_low;
     uint64_t evictions;
-    uint64_t prefetches;   // experts loaded ahead: by hobbit_prefetch(), and of a prompt's next layer
+    uint64_t prefetches;   // experts loaded ahead: by hobbit_prefetch(), and of a prompt's next layers
     uint64_t prefetch_hits;// of those, requested while still resident (counted once each)
     uint64_t bytes_read;   // into slots, all reasons
     uint64_t bytes_prefetch;
@@ -247,7 +247,7 @@ HOBBIT_API int  hobbit_set_policy(struct hobbit * h, int32_t policy, const float
 HOBBIT_API void hobbit_set_hooks(struct hobbit * h, const struct hobbit_hooks * hooks /* NULL: none */);
 HOBBIT_API void hobbit_get_params(struct hobbit * h, struct hobbit_params * params);
 
-// Ask for a copy of an expert to be loaded when the storage is idle. 1: queued, 0: nothing to do
+// Ask for a copy of an expert to be loaded when the storage is idle, or behind what a GPU's link has to do. 1: queued, 0: nothing to do
 // (already there, being served right now, no slot to spare), < 0: bad arguments.
 HOBBIT_API int  hobbit_prefetch(struct hobbit * h, int32_t layer, int32_t expert, int32_t precision);
 

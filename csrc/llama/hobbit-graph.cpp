@@ -292,6 +292,8 @@ void hobbit_moe::begin_wave(ggml_tensor * x) {
         args[1] = ggml_view_1d(ctx, out_, 1, 0);
     } else {
         args[1] = ggml_is_contiguous(weights_) ? weights_ : ggml_cont(ctx, weights_);
+    }
+    if (by_expert_ && wave_ == 0) {
         flat_ids_ = ggml_reshape_1d(ctx, ggml_is_contiguous(ids_) ? ids_ : ggml_cont(ctx, ids_), n_used * n_tokens);
     }
     if (by_expert_) {

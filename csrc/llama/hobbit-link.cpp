@@ -60,7 +60,7 @@ class backend_link : public hob::device_link {
     bool     marked_  = true; // nothing was queued since the last ticket
 };
 
-constexpr size_t EVENTS = 16; // marks that can be told apart: two waves are under way at most
+constexpr size_t EVENTS = 256; // marks that can be told apart: the waves of a prompt and what it loads ahead
 
 } // namespace
 

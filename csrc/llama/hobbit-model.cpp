@@ -376,8 +376,11 @@ size_t hobbit_extra_nodes(const hobbit * h, uint32_t n_tokens) {
     size_t n = 0;
     for (size_t l = 0; l < h->engine->layout().layers.size(); ++l) {
         const auto & layer = h->engine->layout().layers[l];
-        // a warm-up run uses all experts at once
-        n += NODES_PER_WAVE * (1 + std::max(h->engine->waves((int) l, (int) n_tokens, layer.n_used), h->engine->waves((int) l, 1, layer.n_expert)));
+        int waves = h->engine->waves((int) l, 1, layer.n_expert); // a warm-up run uses all experts at once
+        for (uint32_t t = n_tokens; t > 0; t /= 2) { // smaller batches may have more
+            waves = std::max(waves, h->engine->waves((int) l, (int) t, layer.n_used));
+        }
+        n += NODES_PER_WAVE * (1 + waves);
     }
     return n;
 }

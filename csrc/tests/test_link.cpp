@@ -325,8 +325,18 @@ TEST(link_does_not_run_dry_in_a_prompt) {
                 }
             }
             CHECK(e.end_graph().empty());
+            e.begin_graph(); // a token is generated: the next prompt looks ahead even so
+            for (int layer = 0; layer < n_layers; ++layer) {
+                const int32_t experts[2] = { r.below(4), 4 + r.below(4) }, zero = 0, at = n_tokens;
+                int32_t high[2], low[2], kept[2];
+                CHECK_EQ(e.waves(layer, 1, n_used), 1);
+                e.route({ layer, 1, n_used, 1, experts, w.data(), &e, &zero, &at, layer == 0 }, 0, { high, low, kept });
+                e.arrive(0, nullptr);
+            }
+            CHECK(e.end_graph().empty());
             const int share = slots / n_layers, window = slots / 4;
-            CHECK(slots > n_layers * n_expert / 2 || n_dry <= 3); // with more slots there is too little to load
+            // with more slots there is too little to load; the last layer's one token is not foreseen
+            CHECK(slots > n_layers * n_expert / 2 || n_dry <= 5);
             if (prompt > 0) {
                 CHECK(last - before <= (uint64_t) ((n_layers - 1) * (n_expert - share) + window));
             }
