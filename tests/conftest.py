@@ -25,3 +25,19 @@ def shared_dir():
     if not path.is_dir():
         pytest.skip(f"no shared material: {path} does not exist (set HOBBIT_SHARED)")
     return path
+
+
+@pytest.fixture
+def hobbit(capfd):
+    """Call the command in this process: (status, stdout, stderr)."""
+    from hobbit_cpp.cli import main  # not above: the core tests need no library
+
+    def call(*argv):
+        try:
+            status = main([str(a) for a in argv])
+        except SystemExit as end:
+            status = end.code
+        out, err = capfd.readouterr()
+        assert "Traceback" not in err
+        return status, out, err
+    return call

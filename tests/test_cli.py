@@ -12,7 +12,6 @@ import time
 import pytest
 
 from hobbit_cpp import __version__
-from hobbit_cpp.cli import main
 from hobbit_cpp.convert import convert
 
 DATA = pathlib.Path(__file__).resolve().parent.parent / "hobbit_cpp" / "data"
@@ -25,20 +24,6 @@ def dual(tmp_path_factory):
     path = tmp_path_factory.mktemp("cli") / "small.gguf"
     convert(SOURCE, path, "keep", "q2_k", threads=1)
     return path
-
-
-@pytest.fixture
-def hobbit(capfd):
-    """Call the command in this process: (status, stdout, stderr)."""
-    def call(*argv):
-        try:
-            status = main([str(a) for a in argv])
-        except SystemExit as end:
-            status = end.code
-        out, err = capfd.readouterr()
-        assert "Traceback" not in err
-        return status, out, err
-    return call
 
 
 # --- usage ------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from hobbit_cpp import _evaluate_stats as stats_
 from hobbit_cpp import _evaluate_structured as structured_
 from hobbit_cpp import evaluate as module
 from hobbit_cpp._progress import Progress
-from hobbit_cpp.cli import main
 from hobbit_cpp.convert import convert
 from hobbit_cpp.evaluate import evaluate
 
@@ -35,14 +34,8 @@ def dual(tmp_path_factory):
 
 
 @pytest.fixture
-def hobbit(capfd):
-    """Call the command in this process: (status, stdout, stderr)."""
-    def call(*argv):
-        status = main(["evaluate", *map(str, argv), "--threads", "1"])
-        out, err = capfd.readouterr()
-        assert "Traceback" not in err
-        return status, out, err
-    return call
+def evaluated(hobbit):
+    return lambda *argv: hobbit("evaluate", *argv, "--threads", "1")
 
 
 # --- llama-perplexity's numbers ----------------------------------------------------------------
@@ -358,38 +351,38 @@ def test_structure_that_breaks():
 # --- the command ---------------------------------------------------------------------------------
 
 
-def test_command(hobbit, dual, pairs_file):
+def test_command(evaluated, dual, pairs_file):
     argv = (dual, "--text", TEXT, "--ctx", 64, "--chunks", 1, "--mode", "both", "--cache", "25%", "--pairs", pairs_file, "--t1", 0.3)
-    status, out, err = hobbit(*argv)
+    status, out, err = evaluated(*argv)
     assert (status, err) == (0, "")  # quiet in a pipe
     assert "T1 0.3, T2 1, policy hobbit, cache 25%" in out and "1 chunk of 64 tokens, of which the second half counts: 31 tokens" in out
     head = next(line for line in out.splitlines() if "as served" in line)
     assert head.split() == ["reference", "as", "served", "worst", "case"]
     for name in ("perplexity", "KL divergence: mean", "  median", "  99th percentile", "same first choice", "change of probability, RMS", "minimal pairs: right"):
         assert any(line.startswith(name) and "." in line for line in out.splitlines()), name
-    status, out, err = hobbit(*argv, "--json")
+    status, out, err = evaluated(*argv, "--json")
     found = json.loads(out)
     assert (status, err) == (0, "") and [r["mode"] for r in found["runs"]] == ["served", "worst"]
     assert found["runs"][0]["divergence"]["kl_mean"]["value"] > 0 and found["reference"]["divergence"] is None
     assert found["runs"][0]["divergence"]["kl_99"]["error"] is None and found["runs"][1]["totals"]["hit_rate"] == 0
 
 
-def test_command_on_an_ordinary_file(hobbit):
-    status, out, err = hobbit(SOURCE, "--text", TEXT, "--ctx", 64, "--chunks", 1)
+def test_command_on_an_ordinary_file(evaluated):
+    status, out, err = evaluated(SOURCE, "--text", TEXT, "--ctx", 64, "--chunks", 1)
     assert (status, err) == (0, "") and "perplexity" in out and "KL" not in out and "experts" not in out
 
 
-def test_progress_on_a_terminal(hobbit, dual, monkeypatch):
+def test_progress_on_a_terminal(evaluated, dual, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    _, _, err = hobbit(dual, "--text", TEXT, "--ctx", 256, "--chunks", 1, "--cache", "25%")
+    _, _, err = evaluated(dual, "--text", TEXT, "--ctx", 256, "--chunks", 1, "--cache", "25%")
     assert "as served: " in err and "tok/s" in err and "left" in err and err.endswith("\r")
 
 
-def test_command_says_when_json_does_not_parse(hobbit, dual, monkeypatch):
+def test_command_says_when_json_does_not_parse(evaluated, dual, monkeypatch):
     monkeypatch.setattr(structured_, "DOCUMENTS", structured_.DOCUMENTS[:1])
     monkeypatch.setattr(structured_, "RECORDS", (("Go:", {"a": "integer"}),))
     monkeypatch.setattr(structured_, "grammar_of", lambda fields: 'root ::= "{"')
-    status, out, err = hobbit(dual, "--structured", "--cache", "25%")
+    status, out, err = evaluated(dual, "--structured", "--cache", "25%")
     assert status == 1 and "0 of 1" in out and err == "error: not every text that was written under a JSON grammar parses\n"
 
 
@@ -406,7 +399,7 @@ def test_command_says_when_json_does_not_parse(hobbit, dual, monkeypatch):
     (("{source}", "--text", "{text}", "--mode", "worst"), "is an ordinary GGUF, which is served in one way only"),
     (("{source}", "--text", "{text}", "--t1", "0.5"), "is an ordinary GGUF: convert it first"),
 ])
-def test_errors(hobbit, dual, pairs_file, argv, message):
-    status, out, err = hobbit(*(a.format(dual=dual, source=SOURCE, text=TEXT, pairs=pairs_file) for a in argv))
+def test_errors(evaluated, dual, pairs_file, argv, message):
+    status, out, err = evaluated(*(a.format(dual=dual, source=SOURCE, text=TEXT, pairs=pairs_file) for a in argv))
     assert status == 1 and out == "" and err.startswith("error: ")
     assert err.count("\n") == 1 and re.search(message, err)

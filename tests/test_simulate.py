@@ -24,20 +24,6 @@ def recorded(dual, tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def hobbit(capfd):
-    """Call the command in this process: (status, stdout, stderr)."""
-    def call(*argv):
-        try:
-            status = main([str(a) for a in argv])
-        except SystemExit as end:
-            status = end.code
-        out, err = capfd.readouterr()
-        assert "Traceback" not in err
-        return status, out, err
-    return call
-
-
 # --- against the engine -----------------------------------------------------------------------
 
 
