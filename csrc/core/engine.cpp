@@ -361,6 +361,21 @@ int engine::find_victim(pool & p, int layer, int copy, bool must) {
     return s;
 }
 
+// The slot is this expert's from now on. What a large batch loads beyond its layer's share is streamed.
+slot & engine::occupy(pool & p, int s, int layer, int expert, int copy) {
+    slot & x = p.at(s);
+    const bool streamed = bulk_ && (!x.free() || !has_share(p, layer));
+    if (!x.free()) {
+        stats_[layer].evictions++;
+        event(HOBBIT_EVENT_EVICT, x.layer, x.expert, copy, s);
+    }
+    p.assign(s, layer, expert);
+    p.set_streamed(s, streamed);
+    x.last_clock = clock_;
+    x.last_pass  = pass_;
+    return x;
+}
+
 // Queue the loads of a wave. Without must, stops at the first copy that finds no slot; the rest is queued
 // when the wave's turn has come.
 bool engine::issue(int wave, bool must) {
@@ -373,22 +388,12 @@ bool engine::issue(int wave, bool must) {
             continue;
         }
         pool & pl = pool_of(layer_, p.copy);
-        const bool keeps = has_share(pl, layer_);
         const int s = find_victim(pl, layer_, p.copy, must);
         if (s < 0) {
             ok = false;
             break;
         }
-        slot & x = pl.at(s);
-        const bool taken = !x.free();
-        if (taken) {
-            st.evictions++;
-            event(HOBBIT_EVENT_EVICT, x.layer, x.expert, p.copy, s);
-        }
-        pl.assign(s, layer_, p.expert);
-        pl.set_streamed(s, bulk_ && (taken || !keeps));
-        x.last_clock = clock_;
-        x.last_pass  = pass_;
+        slot & x = occupy(pl, s, layer_, p.expert, p.copy);
         x.pins = 1;
         p.slot = s;
         p.pins = 1;
@@ -557,22 +562,12 @@ bool engine::load_ahead(int layer, int expert, int copy, bool same_layer, std::v
     if (in_flight + g.n_used >= pl.n_slots()) {
         return false;
     }
-    const bool keeps = has_share(pl, layer);
     const int s = find_victim(pl, layer, copy, false);
     if (s < 0 || (!same_layer && pl.at(s).layer == layer)) {
         return false; // one expert of that layer for another gains nothing
     }
-    slot & x = pl.at(s);
-    const bool taken = !x.free();
-    if (taken) {
-        stats_[layer].evictions++;
-        event(HOBBIT_EVENT_EVICT, x.layer, x.expert, copy, s);
-    }
-    pl.assign(s, layer, expert);
-    pl.set_streamed(s, bulk_ && (taken || !keeps));
+    slot & x = occupy(pl, s, layer, expert, copy);
     x.prefetched = true;
-    x.last_clock = clock_;
-    x.last_pass  = pass_;
     stats_[layer].prefetches++;
     stats_[layer].bytes_read     += g.expert_bytes(copy);
     stats_[layer].bytes_prefetch += g.expert_bytes(copy);

@@ -141,6 +141,7 @@ class engine {
     uint64_t cpu_bytes(const expert_plan & p) const;
     bool issue(int wave, bool must);
     int  find_victim(pool & p, int layer, int copy, bool must);
+    slot & occupy(pool & p, int s, int layer, int expert, int copy);
     bool window_is_full(const pool & p) const;
     bool has_share(const pool & p, int layer) const;
     bool load_ahead(int layer, int expert, int copy, bool same_layer, std::vector<load_request> & loads);
