@@ -1,5 +1,8 @@
 #include "hobbit-graph.h"
 
+#include "hobbit-cpu.h"
+#include "hobbit-route.h"
+
 #include "llama-graph.h"
 #include "llama-model.h"
 
@@ -66,6 +69,7 @@ class hobbit_graph_input : public llm_graph_input_i {
     std::vector<place> routed;
     std::vector<place> resident;
     std::deque<hobbit_graph_node> nodes; // userdata of the operations: addresses must not move
+    std::deque<hobbit_cpu_op>     cpu_ops;
 
     // scratch of the running operation
     std::vector<int32_t> experts;
@@ -73,21 +77,6 @@ class hobbit_graph_input : public llm_graph_input_i {
 };
 
 namespace {
-
-// Planes of a route operation's result.
-enum plane_kind {
-    PLANE_HIGH = 0,  // slots of the wave's high copies
-    PLANE_LOW,       // and low ones
-    PLANE_KEPT,      // experts that are served
-    PLANE_CPU_HIGH,  // experts that the CPU computes
-    PLANE_CPU_LOW,
-    PLANE_UNITS,     // of the inner width that a slot has
-    PLANE_TAIL,      // first index of the inner width that the CPU computes
-    PLANE_HIGH_1,    // slots of wave 1, where all waves are handed out together
-    PLANE_LOW_1,
-    N_PLANES,
-    N_TABLES = PLANE_KEPT + 1,
-};
 
 void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
     if (ith != 0) {
@@ -162,28 +151,10 @@ void compute_arrive(ggml_tensor * dst, int ith, int, void * userdata) {
     }
 }
 
-// The layer's input, for the CPU's part, out of pack.
-void compute_input(ggml_tensor * dst, int ith, int, void * userdata) {
-    if (ith != 0) {
-        return;
-    }
-    const auto & node = *(const hobbit_graph_node *) userdata;
-    const ggml_tensor * pack = dst->src[0];
-    for (int64_t t = 0; t < dst->ne[2]; ++t) {
-        memcpy((char *) dst->data + t * dst->nb[2], (const char *) pack->data + t * pack->nb[1], node.n_in * sizeof(float));
-    }
-    node.engine->cpu_begins();
-}
-
-void compute_cpu_begins(ggml_tensor *, const ggml_tensor *, int ith, int, void * userdata) {
+// The layer's input, for the CPU's part.
+void compute_input(ggml_tensor * dst, int ith, int, void *) {
     if (ith == 0) {
-        ((const hobbit_graph_node *) userdata)->engine->cpu_begins();
-    }
-}
-
-void compute_cpu_done(ggml_tensor *, const ggml_tensor *, int ith, int, void * userdata) {
-    if (ith == 0) {
-        ((const hobbit_graph_node *) userdata)->engine->cpu_done();
+        memcpy(dst->data, dst->src[0]->data, ggml_nbytes(dst));
     }
 }
 
@@ -258,8 +229,8 @@ ggml_tensor * hobbit_moe::begin_pass(int pass, ggml_tensor * x) {
     }
     pass_ = pass;
     if (pass == cpu_pass_) {
-        begin_cpu(x);
-        return cpu_x_;
+        cpu_early_ = cpu_product(at_once_ ? pack_ : cpu_x_, false);
+        return x;
     }
     wave_ = cpu_pass_ >= 0 && pass > cpu_pass_ ? pass - 1 : pass;
     begin_wave(x);
@@ -324,22 +295,35 @@ void hobbit_moe::begin_wave(ggml_tensor * x) {
     if (wave_ == 0) {
         route0_ = route_;
         dev0_   = dev_;
+        x_rows_ = x->ne[1];
         if (has_cpu_ && !at_once_) { // copied with the router's choice, before the device is given more work
-            ggml_tensor * from = ggml_reshape_2d(ctx, ggml_is_contiguous(x) ? x : ggml_cont(ctx, x), node_->n_in, n_tokens);
+            ggml_tensor * from = ggml_is_contiguous(x) ? x : ggml_cont(ctx, x);
             cpu_x_ = ggml_custom_4d(ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], 1, &from, 1, compute_input, 1, node_);
             ggml_build_forward_expand(g_.gf, cpu_x_);
         }
     }
 }
 
-void hobbit_moe::begin_cpu(ggml_tensor * x) {
-    ggml_context * ctx = g_.ctx0;
-    if (at_once_) {
-        cpu_x_ = ggml_custom_4d(ctx, GGML_TYPE_F32, x->ne[0], x->ne[1], x->ne[2], 1, &pack_, 1, compute_input, 1, node_);
-    } else {
-        cpu_x_ = ggml_map_custom1_inplace(ctx, cpu_x_, compute_cpu_begins, 1, node_);
+// The products of the CPU's part: of gate and up together, then of down.
+ggml_tensor * hobbit_moe::cpu_product(ggml_tensor * x, bool down) {
+    const hob::group_layout & group = h_->engine->layout().groups[h_->engine->layout().layers[layer_].group];
+    hobbit_cpu_op & op = input_->cpu_ops.emplace_back();
+    op.engine   = h_->engine.get();
+    op.down     = down;
+    op.n_proj   = down ? 1 : group.n_proj - 1;
+    op.inner    = divided_ ? group.n_units * group.unit : 0;
+    op.x_rows   = down ? x->ne[1] : x_rows_;
+    op.x_stride = at_once_ && !down ? pack_->ne[0] : x->ne[0] * x->ne[1];
+    for (int p = 0; p < op.n_proj; ++p) {
+        for (int c = 0; c < hob::N_COPIES; ++c) {
+            op.bank[p][c] = c == hob::COPY_LOW && !uses_low_ ? nullptr : h_->host[layer_].tensor[c][down ? group.n_proj - 1 : p];
+        }
     }
-    ggml_build_forward_expand(g_.gf, cpu_x_);
+    ggml_tensor * y = hobbit_cpu_product(g_.ctx0, op, ggml_is_contiguous(x) ? x : ggml_cont(g_.ctx0, x), route0_);
+    // what is between the products follows them
+    ggml_backend_sched_set_tensor_backend(g_.sched, y, g_.backend_cpu);
+    ggml_build_forward_expand(g_.gf, y);
+    return y;
 }
 
 ggml_tensor * hobbit_moe::plane(ggml_tensor * t, int i) const {
@@ -377,6 +361,34 @@ ggml_tensor * hobbit_moe::scaled(ggml_tensor * y, ggml_tensor * scale, int64_t n
     return ggml_mul(ctx, y, ggml_get_rows(ctx, s, ids_));
 }
 
+// With the slots of the running wave.
+ggml_tensor * hobbit_moe::slot_products(const ggml_tensor * w, int proj, ggml_tensor * x, bool down) {
+    ggml_context * ctx = g_.ctx0;
+    if (down) {
+        if (divided_) {
+            ggml_tensor * u = plane(dev0_, PLANE_UNITS);
+            ggml_tensor * heads = ggml_get_rows(ctx, banks_->heads, ggml_is_contiguous(u) ? ggml_reshape_1d(ctx, u, u->ne[0] * u->ne[1]) : u);
+            x = ggml_mul(ctx, x, ggml_reshape_3d(ctx, heads, x->ne[0], x->ne[1], x->ne[2]));
+        }
+        ggml_build_forward_expand(g_.gf, x); // gate and up compute while down still loads
+    }
+    ggml_tensor * y = down ? out_ : nullptr;
+    for (int c = 0; c < hob::N_COPIES; ++c) {
+        ggml_tensor * bank = banks_->tensor[c][proj];
+        if (!bank || (c == hob::COPY_LOW && !uses_low_)) {
+            continue;
+        }
+        ggml_tensor * ids = by_expert_ ? wave_ids_[c] : at_once_ ? plane(dev0_, (wave_ == 0 ? PLANE_HIGH : PLANE_HIGH_1) + c)
+                                   : plane(down && late_ ? late_ : dev_, PLANE_HIGH + c);
+        y = product(w, bank, x, ids, y, down);
+    }
+    if (down) {
+        out_ = y;
+        ggml_build_forward_expand(g_.gf, y);
+    }
+    return y;
+}
+
 ggml_tensor * hobbit_moe::mul_mat_id(const ggml_tensor * w, ggml_tensor * x, ggml_tensor * scale) {
     ggml_context * ctx = g_.ctx0;
     const int proj = h_->find(w).proj;
@@ -393,33 +405,15 @@ ggml_tensor * hobbit_moe::mul_mat_id(const ggml_tensor * w, ggml_tensor * x, ggm
         return scale ? scaled(y, scale, x->ne[2]) : y;
     }
 
-    ggml_tensor * y = down && !on_cpu ? out_ : nullptr;
-    if (down) {
-        if (divided_ && !on_cpu) {
-            ggml_tensor * u = plane(dev0_, PLANE_UNITS);
-            ggml_tensor * heads = ggml_get_rows(ctx, banks_->heads, ggml_is_contiguous(u) ? ggml_reshape_1d(ctx, u, u->ne[0] * u->ne[1]) : u);
-            x = ggml_mul(ctx, x, ggml_reshape_3d(ctx, heads, x->ne[0], x->ne[1], x->ne[2]));
-        }
-        ggml_build_forward_expand(g_.gf, x); // gate and up compute while down still loads
-    }
-    for (int c = 0; c < hob::N_COPIES; ++c) {
-        ggml_tensor * bank = on_cpu ? h_->host[layer_].tensor[c][proj] : banks_->tensor[c][proj];
-        if (!bank || (c == hob::COPY_LOW && !uses_low_)) {
-            continue;
-        }
-        ggml_tensor * ids = by_expert_ ? wave_ids_[c] : on_cpu ? plane(route0_, PLANE_CPU_HIGH + c) : at_once_ ? plane(dev0_, (wave_ == 0 ? PLANE_HIGH : PLANE_HIGH_1) + c)
-                                   : plane(down && late_ ? late_ : dev_, PLANE_HIGH + c);
-        y = product(w, bank, x, ids, y, down);
-        if (on_cpu && divided_) {
-            ggml_mul_mat_id_set_tail(y, plane(route0_, PLANE_TAIL), down ? 0 : group.n_units * group.unit);
-        }
+    ggml_tensor * y = nullptr;
+    if (on_cpu) {
+        y = down ? cpu_product(x, true) : ggml_view_3d(ctx, cpu_early_, cpu_early_->ne[0], cpu_early_->ne[1], cpu_early_->ne[2],
+                                                       cpu_early_->nb[1], cpu_early_->nb[2], proj * cpu_early_->nb[3]);
+        cpu_out_ = y;
+    } else {
+        y = slot_products(w, proj, x, down);
     }
     if (down) {
-        if (on_cpu) {
-            y = ggml_map_custom1_inplace(ctx, y, compute_cpu_done, 1, node_);
-        }
-        (on_cpu ? cpu_out_ : out_) = y;
-        ggml_build_forward_expand(g_.gf, y);
         if (pass_ + 1 < n_passes()) {
             return y;
         }

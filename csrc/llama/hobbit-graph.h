@@ -52,7 +52,8 @@ class hobbit_moe {
 
   private:
     void begin_wave(ggml_tensor * x);
-    void begin_cpu(ggml_tensor * x);
+    ggml_tensor * cpu_product(ggml_tensor * x, bool down);
+    ggml_tensor * slot_products(const ggml_tensor * w, int proj, ggml_tensor * x, bool down);
     ggml_tensor * plane(ggml_tensor * t, int i) const; // [n_used, n_tokens]
     ggml_tensor * looked_up(ggml_tensor * table, int i) const; // the same
     ggml_tensor * product(const ggml_tensor * w, ggml_tensor * bank, ggml_tensor * x, ggml_tensor * ids, ggml_tensor * onto, bool down) const;
@@ -72,10 +73,11 @@ class hobbit_moe {
     bool by_expert_ = false;    // route operations give tables
     bool divided_  = false;     // experts may be
     bool uses_low_ = true;
+    int64_t x_rows_ = 1;        // of the layer's input for one token
     void * compute_ = nullptr;  // the back end that computes with the slots, where they are on a device
     ggml_tensor * ids_;
     ggml_tensor * weights_;
-    ggml_tensor * route0_ = nullptr; // I32 [n_used, n_tokens, N_PLANES] or [n_expert, N_TABLES], see hobbit-graph.cpp
+    ggml_tensor * route0_ = nullptr; // I32 [n_used, n_tokens, N_PLANES] or [n_expert, N_TABLES], see hobbit-route.h
     ggml_tensor * dev0_   = nullptr; // the same where the slots are
     ggml_tensor * route_  = nullptr; // the running wave's
     ggml_tensor * dev_    = nullptr;
@@ -83,6 +85,7 @@ class hobbit_moe {
     ggml_tensor * flat_ids_ = nullptr; // I32 [n_used*n_tokens]
     ggml_tensor * late_   = nullptr; // I32 [n_used, n_tokens, 2]
     ggml_tensor * out_    = nullptr; // the layer's rows so far
+    ggml_tensor * cpu_early_ = nullptr; // of gate and up
     ggml_tensor * cpu_out_ = nullptr;
     ggml_tensor * pack_    = nullptr; // F32 [n_in + 2*n_used, n_tokens]
     ggml_tensor * cpu_x_   = nullptr; // the layer's input on the host
