@@ -7,7 +7,7 @@ LIB is a folder with libllama and ggml's libraries, INCLUDE a source tree of lla
 The peer is a llama.cpp that has an expert cache (--moe-cache-mib). Both should be built with the same options.
 
 Models are made by gguf_tools.synth and removed after use: "SHAPE-TYPE+LOW" or "SHAPE-TYPE+LOW@TRACE", the latter with
-the routing of a recorded trace. Decoding: median of five rounds of 24 tokens, one token at a time, after a prompt of 64
+the routing of a recorded trace (hobbit trace; fine: of a model with 64 experts). Decoding: median of five rounds of 24 tokens, one token at a time, after a prompt of 64
 tokens and 32 to settle; prompts: median of three (one, beyond 1024 tokens). Loading is not timed. Needs matplotlib for --plot.
 """
 
@@ -48,7 +48,9 @@ def make_models(name, folder):
     kind, low = rest.split("+")
     plain = os.path.join(folder, f"{shape}-{kind}.gguf")
     dual = os.path.join(folder, f"{shape}-{kind}-{low}-dual.gguf")
-    routing = ["--like", trace] if trace else []
+    routing = ["--like", os.path.abspath(trace)] if trace else []
+    if trace and shape == "fine": # as many experts as the trained model has, of the same size together
+        routing += ["--experts", "64", "--ff", "1536"]
     if not os.path.exists(plain):
         subprocess.run([sys.executable, "-m", "gguf_tools.synth", plain, "--shape", shape, "--layers", str(LAYERS[shape]), "--type", kind, *routing],
                        cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
@@ -87,7 +89,7 @@ def measure(name, ours, peer, folder, out, a):
     plain, dual = make_models(name, folder)
     print(f"{name}: {mib:.0f} MiB of experts, made in {time.time() - began:.0f} s", flush=True)
     meta = {"model": name, "experts_mib": round(mib)}
-    same = {"prompts": prompts, "ubatch": a.ubatch}
+    same = {"prompts": prompts, "ubatch": a.ubatch, "tokens": "ids" if "@" in name else "random"}
 
     def mine(label, share, t="0.6/0.9,1/1", **options):
         run(ours, dual, f"hobbit {label}", out, {**meta, "who": "hobbit", "share": share}, t=t, **same, **options)

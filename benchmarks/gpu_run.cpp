@@ -4,7 +4,8 @@
 // that has an expert cache. benchmarks/gpu.py builds and runs it. Tokens are the same in every run.
 //
 //   gpu_run MODEL name=NAME [key=value ...]
-//     both     ngl=99 threads=16 ubatch=512 prompts=512,4096 batches= decode=24 rounds=5 fa=0 kv8=0
+//     both     ngl=99 threads=16 ubatch=512 prompts=512,4096 batches= decode=24 rounds=5 fa=0 kv8=0 tokens=random|ids
+//              ids: the token's id is its position, as gguf_tools.synth --like wants it
 //     llama    ncmoe=0 moe_cache_mib=0
 //     hobbit   cache=0.25 (share of the experts) or cache_bytes=N, t=0.6/0.9,1/1  miss=fetch|cpu|auto  cpu_batch=8 low=0 io=4
 
@@ -63,11 +64,12 @@ static double used_mib() { // of all GPUs, by everybody
 static llama_context * ctx;
 static std::mt19937 rng(1);
 static int n_vocab;
+static bool by_position;
 
 static void run(int n, int at, bool all = false) { // all: a result for each
     std::vector<llama_token> tokens(n);
-    for (llama_token & t : tokens) {
-        t = 300 + (llama_token) (rng() % (unsigned) (n_vocab - 400));
+    for (int i = 0; i < n; ++i) {
+        tokens[i] = by_position ? (at + i) % n_vocab : 300 + (llama_token) (rng() % (unsigned) (n_vocab - 400));
     }
     llama_batch b = llama_batch_init(n, 0, 1);
     b.n_tokens = n;
@@ -107,6 +109,7 @@ int main(int argc, char ** argv) {
         }
         arg[std::string(argv[i], eq - argv[i])] = eq + 1;
     }
+    by_position = text("tokens", "random") == "ids";
     llama_log_set(quiet, nullptr);
     llama_backend_init();
     const double idle_mib = used_mib();

@@ -1,4 +1,4 @@
-// hobbit-cpu.h - the CPU's part of a layer: products with experts in host memory.
+// hobbit-cpu.h - products of a few tokens with experts in host memory: the CPU's part of a layer, or slots there.
 //
 // One operation for all projections of one input and both copies, instead of a product for each: with a few tokens
 // an operation takes tens of microseconds, and every barrier between operations is a good part of that. So nothing is
@@ -14,8 +14,9 @@ struct ggml_context;
 struct ggml_tensor;
 
 struct hobbit_cpu_op {
-    hob::engine * engine;
-    const ggml_tensor * bank[hob::MAX_PROJ][hob::N_COPIES]; // [n_in, n_out, n_expert], all projections of one shape; null: no such copy
+    hob::engine * engine; // told when the first operation of a layer begins and when down is done; null: nobody is
+    const ggml_tensor * bank[hob::MAX_PROJ][hob::N_COPIES]; // [n_in, n_out, n_matrices], all projections of one shape; null: no such copy
+    int     plane;      // of route: matrices of the high copies, -1: none; the next one: of the low
     int     n_proj;
     bool    down;       // the layer's last projection: divided experts have a tail of columns; before it, of rows
     int64_t inner;      // divided experts' inner width; rows of every part (gate, up) of it. 0: none is divided
@@ -25,7 +26,6 @@ struct hobbit_cpu_op {
     std::atomic<int> finished{ 0 }; // threads
 };
 
-// x: F32; route: planes (hobbit-route.h).
-// F32 [n_out, n_used, n_tokens, n_proj]; rows of experts that are not the CPU's, and what is not a divided expert's tail,
-// are zero. The engine is told when the first operation of a layer begins and when down is done.
-ggml_tensor * hobbit_cpu_product(ggml_context * ctx, hobbit_cpu_op & op, ggml_tensor * x, ggml_tensor * route);
+// x: F32; route: planes (hobbit-route.h). Returns F32 [n_out, n_used, n_tokens, n_proj]: rows without a matrix, and what is not a
+// divided expert's tail, are zero; or as onto has them, and the result is a view of it.
+ggml_tensor * hobbit_cpu_product(ggml_context * ctx, hobbit_cpu_op & op, ggml_tensor * x, ggml_tensor * route, ggml_tensor * onto);

@@ -78,6 +78,10 @@ class hobbit_graph_input : public llm_graph_input_i {
 
 namespace {
 
+// Up to so many the CPU computes with slots in hobbit_cpu_product, whose bits are those of ggml's products: of experts with
+// eight rows and more ggml has other kernels, faster ones.
+constexpr int FEW_TOKENS = 4;
+
 void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
     if (ith != 0) {
         return;
@@ -228,8 +232,8 @@ ggml_tensor * hobbit_moe::begin_pass(int pass, ggml_tensor * x) {
         return x;
     }
     pass_ = pass;
+    early_ = nullptr;
     if (pass == cpu_pass_) {
-        cpu_early_ = cpu_product(at_once_ ? pack_ : cpu_x_, false);
         return x;
     }
     wave_ = cpu_pass_ >= 0 && pass > cpu_pass_ ? pass - 1 : pass;
@@ -304,26 +308,41 @@ void hobbit_moe::begin_wave(ggml_tensor * x) {
     }
 }
 
-// The products of the CPU's part: of gate and up together, then of down.
-ggml_tensor * hobbit_moe::cpu_product(ggml_tensor * x, bool down) {
+// The CPU's part, or few tokens with slots in host memory: gate and up (and both copies) in one operation, down in another.
+ggml_tensor * hobbit_moe::cpu_product(int proj, ggml_tensor * x, bool down) {
+    ggml_context * ctx = g_.ctx0;
     const hob::group_layout & group = h_->engine->layout().groups[h_->engine->layout().layers[layer_].group];
-    hobbit_cpu_op & op = input_->cpu_ops.emplace_back();
-    op.engine   = h_->engine.get();
-    op.down     = down;
-    op.n_proj   = down ? 1 : group.n_proj - 1;
-    op.inner    = divided_ ? group.n_units * group.unit : 0;
-    op.x_rows   = down ? x->ne[1] : x_rows_;
-    op.x_stride = at_once_ && !down ? pack_->ne[0] : x->ne[0] * x->ne[1];
-    for (int p = 0; p < op.n_proj; ++p) {
-        for (int c = 0; c < hob::N_COPIES; ++c) {
-            op.bank[p][c] = c == hob::COPY_LOW && !uses_low_ ? nullptr : h_->host[layer_].tensor[c][down ? group.n_proj - 1 : p];
+    const bool part = pass_ == cpu_pass_;
+    if (down || !early_) {
+        if (part && !down) { // brought over with the router's choice
+            x = at_once_ ? pack_ : cpu_x_;
         }
+        hobbit_cpu_op & op = input_->cpu_ops.emplace_back();
+        op.engine   = part ? h_->engine.get() : nullptr;
+        op.down     = down;
+        op.n_proj   = down ? 1 : group.n_proj - 1;
+        op.inner    = part && divided_ ? group.n_units * group.unit : 0;
+        op.plane    = part ? PLANE_CPU_HIGH : PLANE_HIGH;
+        op.x_rows   = down ? x->ne[1] : x_rows_;
+        op.x_stride = part && at_once_ && !down ? x->ne[0] : x->ne[0] * x->ne[1];
+        for (int p = 0; p < op.n_proj; ++p) {
+            for (int c = 0; c < hob::N_COPIES; ++c) {
+                ggml_tensor * const * banks = part ? h_->host[layer_].tensor[c] : banks_->tensor[c];
+                op.bank[p][c] = c == hob::COPY_LOW && !uses_low_ ? nullptr : banks[down ? group.n_proj - 1 : p];
+            }
+        }
+        ggml_tensor * y = hobbit_cpu_product(ctx, op, ggml_is_contiguous(x) ? x : ggml_cont(ctx, x), part ? route0_ : down ? late_ : dev_,
+                                             down && !part ? out_ : nullptr);
+        // what is between the products follows them
+        ggml_backend_sched_set_tensor_backend(g_.sched, y, g_.backend_cpu);
+        ggml_build_forward_expand(g_.gf, y);
+        if (down) {
+            (part ? cpu_out_ : out_) = y;
+            return y;
+        }
+        early_ = y;
     }
-    ggml_tensor * y = hobbit_cpu_product(g_.ctx0, op, ggml_is_contiguous(x) ? x : ggml_cont(g_.ctx0, x), route0_);
-    // what is between the products follows them
-    ggml_backend_sched_set_tensor_backend(g_.sched, y, g_.backend_cpu);
-    ggml_build_forward_expand(g_.gf, y);
-    return y;
+    return ggml_view_3d(ctx, early_, early_->ne[0], early_->ne[1], early_->ne[2], early_->nb[1], early_->nb[2], proj * early_->nb[3]);
 }
 
 ggml_tensor * hobbit_moe::plane(ggml_tensor * t, int i) const {
@@ -406,10 +425,9 @@ ggml_tensor * hobbit_moe::mul_mat_id(const ggml_tensor * w, ggml_tensor * x, ggm
     }
 
     ggml_tensor * y = nullptr;
-    if (on_cpu) {
-        y = down ? cpu_product(x, true) : ggml_view_3d(ctx, cpu_early_, cpu_early_->ne[0], cpu_early_->ne[1], cpu_early_->ne[2],
-                                                       cpu_early_->nb[1], cpu_early_->nb[2], proj * cpu_early_->nb[3]);
-        cpu_out_ = y;
+    const bool slots_here = group.banks[hob::COPY_HIGH][0].base != nullptr;
+    if (on_cpu || (slots_here && !has_cpu_ && x->ne[2] <= FEW_TOKENS)) {
+        y = cpu_product(proj, x, down);
     } else {
         y = slot_products(w, proj, x, down);
     }

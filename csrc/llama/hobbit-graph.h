@@ -52,7 +52,7 @@ class hobbit_moe {
 
   private:
     void begin_wave(ggml_tensor * x);
-    ggml_tensor * cpu_product(ggml_tensor * x, bool down);
+    ggml_tensor * cpu_product(int proj, ggml_tensor * x, bool down);
     ggml_tensor * slot_products(const ggml_tensor * w, int proj, ggml_tensor * x, bool down);
     ggml_tensor * plane(ggml_tensor * t, int i) const; // [n_used, n_tokens]
     ggml_tensor * looked_up(ggml_tensor * table, int i) const; // the same
@@ -85,7 +85,7 @@ class hobbit_moe {
     ggml_tensor * flat_ids_ = nullptr; // I32 [n_used*n_tokens]
     ggml_tensor * late_   = nullptr; // I32 [n_used, n_tokens, 2]
     ggml_tensor * out_    = nullptr; // the layer's rows so far
-    ggml_tensor * cpu_early_ = nullptr; // of gate and up
+    ggml_tensor * early_   = nullptr; // the pass's gate and up, where one operation computes them
     ggml_tensor * cpu_out_ = nullptr;
     ggml_tensor * pack_    = nullptr; // F32 [n_in + 2*n_used, n_tokens]
     ggml_tensor * cpu_x_   = nullptr; // the layer's input on the host
