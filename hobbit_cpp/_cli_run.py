@@ -38,6 +38,9 @@ def run(args) -> int:
     with open_model(args) as llm:
         if args.chat and not has_template(llm):
             raise ValueError(f"{args.model} has no chat template: leave out --chat")
+        if llm.profile:
+            p = llm.offload_stats()["settings"]
+            print(f"[profile {llm.profile}: T1 {p['t1']:g}, T2 {p['t2']:g}, policy {p['policy']}, cache {_cache(p['cache_bytes'])}]", file=sys.stderr)
         chat = has_template(llm) and not args.raw
         talk = (_Chat if chat else _Text)(llm, args)
         if prompt is None:
@@ -48,6 +51,10 @@ def run(args) -> int:
         if args.stats:
             print(stats.table(llm.offload_stats()), file=sys.stderr)
     return 0
+
+
+def _cache(given) -> str:
+    return format_bytes(given) if isinstance(given, int) else given
 
 
 def _prompt(args) -> str | None:

@@ -26,6 +26,7 @@ class Run:
     pairs, json, tools   minimal pairs; JSON under a grammar; the structure of tool calls
     totals      counters of the whole run (stats.py), None for an ordinary GGUF
     settings    those in force (Llama.offload_stats), None for an ordinary GGUF
+    passes, pass_seconds   forward passes over the text and pairs, and the time they took
     seconds     it took, loading included
     """
     mode: str
@@ -37,6 +38,8 @@ class Run:
     tools: ToolScores | None
     totals: dict | None
     settings: dict | None
+    passes: int
+    pass_seconds: float
     seconds: float
 
 
