@@ -35,7 +35,7 @@ def save(report, path: str) -> None:
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{os.getpid()}.{name}")
     try:
-        _chart(report).save(temporary, **({"inline": True} if name.lower().endswith(".html") else {"ppi": 110}))
+        _chart(report).save(temporary, **({"inline": True} if name.lower().endswith(".html") else {"ppi": 80}))
         os.replace(temporary, path)
     finally:
         if os.path.exists(temporary):
@@ -44,9 +44,12 @@ def save(report, path: str) -> None:
 
 def _chart(report):
     alt = _altair()
-    rows = [row for row in map(_row, report.points) if row["KL"] > 0 and row["KB"] > 0]  # both axes are logarithms
-    x = alt.X("KB:Q", title="loaded per token, kB", scale=alt.Scale(type="log", nice=False, padding=30))
-    y = alt.Y("KL:Q", title="mean KL divergence, nats", scale=alt.Scale(type="log", nice=False, padding=20))
+    # both axes are logarithms; the reference itself differs from itself by rounding alone
+    rows = [_row(p) for p in report.points if p.setting.high != report.own and p.kl.value > 0 and p.bytes_per_token > 0]
+    if not rows:
+        raise ValueError("there is nothing to draw: no setting lost or loaded anything")
+    x = alt.X("KB:Q", title="loaded per token, kB", scale=alt.Scale(type="log", nice=False, padding=30), axis=alt.Axis(tickCount=6))
+    y = alt.Y("KL:Q", title="mean KL divergence, nats", scale=alt.Scale(type="log", nice=False, padding=20), axis=alt.Axis(tickCount=6))
     base = alt.Chart(alt.Data(values=rows))
     uniform = base.transform_filter("datum.kind == 'uniform type'")
     kinds = alt.Scale(domain=["uniform type", "mixed pair"], range=["#4c566a", "#c8553d"])
@@ -54,7 +57,7 @@ def _chart(report):
     bars = base.mark_rule(opacity=0.6).encode(x=x, y=alt.Y("lower:Q", scale=alt.Scale(type="log")), y2="upper:Q", color=alt.Color("kind:N", scale=kinds))
     marks = base.mark_point(filled=True, size=70, opacity=1).encode(
         x=x, y=y, color=alt.Color("kind:N", scale=kinds, title=None), shape=alt.Shape("pareto:N", title=None, scale=alt.Scale(
-            domain=["best of its kind", "another is better in both"], range=["circle", "cross"])),
+            domain=["no other is better in both", "another is better in both"], range=["circle", "cross"])),
         tooltip=["setting:N", "KL:Q", "KB:Q", "tok/s:Q", "to uniform:N"])
     names = base.mark_text(align="left", dx=7, dy=-5, fontSize=10).encode(x=x, y=y, text="label:N", color=alt.Color("kind:N", scale=kinds))
     from .memory import format_bytes
@@ -70,5 +73,5 @@ def _row(p) -> dict:
     label = s.name if s.uniform else f"{s.name} {s.t1:g}/{s.t2:g}"
     return {"setting": str(s), "label": label + ("" if s.policy == "hobbit" else f" {s.policy}"), "kind": "uniform type" if s.uniform else "mixed pair", "KL": p.kl.value,
             "lower": max(p.kl.value - error, p.kl.value / 10), "upper": p.kl.value + error, "KB": p.bytes_per_token / 1000,
-            "tok/s": p.tokens_per_second, "pareto": "best of its kind" if p.pareto else "another is better in both",
+            "tok/s": p.tokens_per_second, "pareto": "no other is better in both" if p.pareto else "another is better in both",
             "to uniform": "-" if p.over_uniform is None else f"{100 * (p.over_uniform - 1):+.1f} %"}

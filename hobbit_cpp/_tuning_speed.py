@@ -39,6 +39,13 @@ def read_speed(path, piece: int, threads: int = 4, seconds: float = 0.5) -> floa
         os.close(fd)
 
 
+def storage_speed(models, setting, trace, threads: int) -> float:
+    """read_speed() of a setting's sidecar in pieces of its high copies; trace: a recorded routing, for the layers."""
+    sidecar = models.pair(setting.high, setting.low).removesuffix(".gguf") + ".experts.gguf"
+    piece = int(models.layers(trace.layers, setting.high, setting.low)["high_bytes"].max())
+    return read_speed(sidecar, piece, threads)
+
+
 def _open(path) -> int:
     if hasattr(os, "O_DIRECT"):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)

@@ -1,4 +1,4 @@
-"""The command hobbit: run, convert, info, demo, bench, evaluate, trace, simulate, frontier."""
+"""The command hobbit: run, convert, info, demo, bench, evaluate, trace, simulate, frontier, calibrate."""
 
 from __future__ import annotations
 
@@ -94,9 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     add_evaluate_arguments(evaluate)
     add_model_arguments(evaluate, "tokens of a chunk, of which the second half counts (default: 512)")
     add_offload_arguments(evaluate)
-    from . import _cli_frontier, _cli_trace
+    from . import _cli_calibrate, _cli_frontier, _cli_trace
     _cli_trace.add_parsers(commands)
     _cli_frontier.add_parser(commands)
+    _cli_calibrate.add_parser(commands)
     return p
 
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from ._evaluate_stats import Value
 from ._tuning_measure import Bench, Measured, Setting, budget_bytes, spread
-from ._tuning_models import LADDER, Models, pair_name, shown
+from ._tuning_models import Models, shown
 from ._tuning_pareto import at_equal_loss, pareto
 from ._tuning_predict import Predictor
-from ._tuning_speed import read_speed
+from ._tuning_speed import storage_speed
 from .memory import format_bytes
 from .settings import check_int, check_number
 
@@ -93,9 +93,10 @@ class Report:
 
     def verdict(self) -> str:
         """In words: are mixed settings worth it under this budget?"""
-        fits = next((p for p in self.points if p.setting.uniform and p.setting.high != self.own and p.predicted_bytes * self.n_tokens <= 1.05 * self._whole(p)), None)
+        fits = next((p for p in self.points if p.setting.uniform and p.setting.high != self.own and p.storage_bytes <= self.cache_bytes), None)
         if fits:
-            return f"All experts as {fits.setting.name} fit into this memory: an ordinary {fits.setting.name} file needs no offloading at all."
+            name = shown(fits.setting.high)
+            return f"All experts as {name} fit into this memory: an ordinary {name} file needs no offloading at all."
         mixed = [p for p in self.points if not p.setting.uniform]
         if not mixed:
             return "Only uniform types were compared."
@@ -108,10 +109,6 @@ class Report:
         if losses:
             text += f" {len(losses)} of {len(mixed)} mixed settings load more than a uniform type of theirs."
         return text
-
-    def _whole(self, p: Point) -> int:
-        """All of a uniform type's experts, bytes."""
-        return p.storage_bytes
 
 
 def _kl(v: Value) -> str:
@@ -182,16 +179,10 @@ def frontier(model, *, text, cache, types=None, pairs=None, thresholds=THRESHOLD
                 say(f"{i} of {len(settings)}: {setting}")
                 found = bench.measure(setting, budget)
                 if speed is None:
-                    speed = _storage_speed(models, setting, trace, arguments.get("n_io_threads") or 4)
+                    speed = storage_speed(models, setting, trace, arguments.get("n_io_threads") or 4)
                 points.append(_point(models, setting, p, found, speed))
-            return Report(os.fspath(model), os.fspath(text), models.own, budget, speed, given, bench.n_tokens, bench.n_scored, _marked(points),
+            return Report(os.fspath(model), os.fspath(text), models.own, budget, speed, given, bench.n_tokens, bench.n_scored, _marked(points, models.own),
                           [str(s) for s, p in zip(settings, predicted) if p is None])
-
-
-def _storage_speed(models: Models, setting: Setting, trace, threads: int) -> float:
-    sidecar = models.path(setting.high, setting.low).removesuffix(".gguf") + ".experts.gguf"
-    piece = int(models.layers(trace.layers, setting.high, setting.low)["high_bytes"].max())
-    return read_speed(sidecar, piece, threads)
 
 
 def _point(models: Models, setting: Setting, p, found: Measured, speed: float) -> Point:
@@ -200,12 +191,12 @@ def _point(models: Models, setting: Setting, p, found: Measured, speed: float) -
                  models.stored(setting.high, None if setting.uniform else setting.low))
 
 
-def _marked(points: list[Point]) -> list[Point]:
+def _marked(points: list[Point], own: str) -> list[Point]:
     """The points with pareto and over_uniform."""
     on = pareto([(p.bytes_per_token, p.kl.value) for p in points])
     out = []
     for p, best in zip(points, on):
-        line = [(q.bytes_per_token, q.kl.value) for q in points if q.setting.uniform and q.setting.policy == p.setting.policy]
+        line = [(q.bytes_per_token, q.kl.value) for q in points if q.setting.uniform and q.setting.high != own and q.setting.policy == p.setting.policy]
         equal = None if p.setting.uniform else at_equal_loss(line, p.kl.value)
         out.append(dataclasses.replace(p, pareto=best, over_uniform=None if equal is None else p.bytes_per_token / equal))
     return out

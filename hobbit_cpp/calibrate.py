@@ -1,0 +1,279 @@
+"""The fastest setting under a memory budget whose quality is within a limit, plain smaller types included.
+
+    from hobbit_cpp.calibrate import calibrate
+    found = calibrate("mixtral-f16.gguf", text="book.txt", budget="12GiB", max_kl=0.005)
+    print(found.report())                         # and in found.model + .profile.json, which Llama takes its settings from
+
+docs/choosing-settings.md says how to use it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import waterfill
+from ._calibrate_search import SKIP_AT, Finalist, choose, grid, judge_types, shortlist
+from ._evaluate_stats import Value
+from ._progress import Progress
+from ._tuning_measure import Bench, Measured, Setting, budget_bytes, spread
+from ._tuning_models import Models, shown
+from ._tuning_pareto import at_equal_loss
+from ._tuning_predict import Predictor, wanted
+from ._tuning_speed import storage_speed
+from .convert import convert
+from .errors import HobbitError
+from .frontier import CHUNKS, N_CTX
+from .memory import format_bytes
+from .profiles import Profile, path_for
+from .settings import check_int, check_number
+
+__all__ = ["Calibration", "calibrate"]
+
+PROMISE = 0.1  # of the predicted bytes per token, on text that nothing was fitted on
+ERRORS = 2     # standard errors within which the divergence on that text must be under the limit
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Result of calibrate(). Bytes a token, nats, tokens per second, bytes/s.
+
+    model      main file of the pair; the profile lies beside it
+    uniform    {type: mean KL of all experts at it}, of the types that were judged
+    predicted_bytes, predicted_kl    from the fitting text, by simulator and formula
+    fitted     measured on the fitting text; unseen: on text that nothing was fitted on
+    equal_uniform   bytes of a uniform type with the divergence fitted, by the simulator; None where there is no such type
+    ceiling    of any allotment of bits by gate weight at that divergence; None likewise
+    fits       uniform types within the limit whose experts all fit into the budget, widest first
+    """
+    model: str
+    profile: str
+    source: str
+    own: str
+    text: str
+    setting: Setting
+    cache_bytes: int
+    max_kl: float
+    speed: float
+    uniform: dict[str, Value]
+    n_predicted: int
+    finalists: list[Finalist]
+    predicted_bytes: float
+    predicted_kl: float
+    fitted: Measured
+    unseen: Measured
+    n_tokens: int
+    equal_uniform: float | None
+    ceiling: waterfill.Ceiling | None
+    best_uniform: tuple[str, float] | None  # within the limit: type, predicted bytes
+    best_mixed: tuple[str, float] | None    # likewise, predicted
+    fits: list[str]
+    storage_bytes: int
+
+    @property
+    def bytes_off(self) -> float:
+        """Unseen over predicted, minus 1."""
+        return self.unseen.bytes_per_token / self.predicted_bytes - 1 if self.predicted_bytes else 0.0
+
+    @property
+    def bytes_kept(self) -> bool:
+        return abs(self.bytes_off) <= PROMISE
+
+    @property
+    def quality_kept(self) -> bool:
+        kl = self.unseen.divergence.kl_mean
+        return kl.value - ERRORS * (kl.error or 0.0) <= self.max_kl
+
+    @property
+    def gain(self) -> float | None:
+        """Bytes of a uniform type of the same divergence over the setting's."""
+        if self.setting.uniform:
+            return 1.0
+        return self.equal_uniform / self.fitted.bytes_per_token if self.equal_uniform and self.fitted.bytes_per_token else None
+
+    def to_dict(self) -> dict:
+        """Plain values, ready for JSON."""
+        return {**dataclasses.asdict(self), "name": str(self.setting), "bytes_off": self.bytes_off, "bytes_kept": self.bytes_kept,
+                "quality_kept": self.quality_kept, "gain": self.gain, "ceiling_gain": self.ceiling and self.ceiling.gain}
+
+    def report(self) -> str:
+        """What the command prints."""
+        s, kl, fit = self.setting, self.unseen.divergence.kl_mean, self.fitted.divergence.kl_mean
+        lines = [self._answer(), "",
+                 f"{self.n_predicted} settings predicted, {len(self.finalists)} measured; {format_bytes(self.cache_bytes)} for experts; "
+                 f"limit: mean KL {self.max_kl:g} to all experts as given ({shown(self.own)})", "",
+                 f"{'':<24}{'predicted':>14}{'fitting text':>22}{'unseen text':>22}",
+                 f"{'loaded per token':<24}{_kb(self.predicted_bytes):>14}{_kb(self.fitted.bytes_per_token):>22}{_kb(self.unseen.bytes_per_token):>22}   "
+                 f"{100 * self.bytes_off:+.1f} % to the prediction, {'within' if self.bytes_kept else 'NOT within'} the promised {100 * PROMISE:.0f} %",
+                 f"{'mean KL':<24}{self.predicted_kl:>14.5f}{_pm(fit):>22}{_pm(kl):>22}   {self._quality(kl)}",
+                 f"{'tok/s':<24}{_rate(self.predicted_bytes, self.speed):>14}{self.fitted.tokens_per_second:>22.1f}{self.unseen.tokens_per_second:>22.1f}   "
+                 f"predicted: loads alone, at {format_bytes(self.speed)}/s",
+                 "", *self._ceiling()]
+        lines += ["", f"experts on disk: {format_bytes(self.storage_bytes)}" + ("" if s.uniform else f"; {shown(s.high)} alone would take less (hobbit frontier lists both)"),
+                  f"model: {self.model}", f"profile: {self.profile} (hobbit run uses it; its flags come first)"]
+        return "\n".join(lines)
+
+    def _answer(self) -> str:
+        s = self.setting
+        if s.uniform:
+            text = f"Take {shown(s.high)} for all experts (policy {s.policy}): "
+            if self.best_mixed:
+                more = 100 * (self.best_mixed[1] / self.predicted_bytes - 1) if self.predicted_bytes else 0
+                text += f"no mixed setting within the limit loads less; the best, {self.best_mixed[0]}, would load {more:.0f} % more."
+            else:
+                text += "no mixed setting is within the limit."
+        else:
+            text = f"Take {s}."
+            if self.best_uniform:
+                less = 100 * (1 - self.predicted_bytes / self.best_uniform[1])
+                text += f" It loads {less:.0f} % less than the best uniform type within the limit, {shown(self.best_uniform[0])}."
+            else:
+                text += " No uniform type here is within the limit."
+        if self.fits:
+            kind = shown(self.fits[0])
+            text += f"\nBut all experts as {kind} fit into this memory: an ordinary {kind} file runs without any loading, and is the better choice."
+        return text
+
+    def _quality(self, kl: Value) -> str:
+        if kl.value <= self.max_kl:
+            return f"under the limit of {self.max_kl:g}"
+        return f"{'over the limit, within error bars' if self.quality_kept else 'OVER THE LIMIT'} ({self.max_kl:g})"
+
+    def _ceiling(self) -> list[str]:
+        if not self.ceiling:
+            return ["No uniform type has this divergence: nothing to compare the setting with."]
+        reached = "the chosen setting is uniform: 1.00x" if self.setting.uniform else f"the chosen setting reaches {self.gain:.2f}x"
+        return [f"At this divergence a uniform type has {self.ceiling.bits:.2f} bits; the best allotment of bits by gate weight (water-filling) would have "
+                f"{self.ceiling.mean_bits:.2f}:", f"at most {self.ceiling.gain:.2f}x fewer bytes; {reached}."]
+
+
+def _kb(n: float) -> str:
+    return f"{n / 1000:,.0f} kB"
+
+
+def _pm(v: Value) -> str:
+    return f"{v.value:.5f}" + ("" if v.error is None else f" ± {v.error:.5f}")
+
+
+def _rate(n: float, speed: float) -> str:
+    return f"{speed / n:.1f}" if n else "-"
+
+
+def calibrate(model, *, text, budget, max_kl: float, types=None, n_ctx: int = N_CTX, chunks: int = CHUNKS, speed: float | None = None,
+              output=None, force: bool = False, work=None, progress: bool = False, say=lambda text: None, **arguments) -> Calibration:
+    """Find the setting that loads least per token with a mean KL divergence of at most max_kl.
+
+    model    a GGUF wide enough to make the types from, or a converted one: then its high copies are the reference
+    text     file; 2 x chunks chunks of n_ctx tokens, spread evenly over it, in turn for fitting and for the measurement after it
+    budget   memory for experts, as `cache` of frontier()
+    max_kl   nats, of the mean over tokens, to all experts as given
+    types    to judge, high and low; default: the k-quants and q8_0 that are narrower than the model's
+    output   NAME.gguf for the pair; default: it stays in the work folder. force: replace it
+    speed, work, say, arguments   as for frontier()
+
+    The profile is written beside the pair. Raises ValueError (ConvertError is one) where nothing is within the limit or
+    something is wrong with an argument or file, OSError, HobbitError.
+    """
+    check_int("chunks", chunks, 1, 2**31 - 1)
+    check_number("max_kl", max_kl, 0, unit=" nats")
+    if speed is not None:
+        check_number("speed", speed, 1, unit=" bytes/s")
+    if output is not None:
+        output = os.fspath(output)
+        if not output.endswith(".gguf"):
+            raise ValueError(f"the output must be called NAME.gguf, not {output}")
+        if os.path.exists(output) and not force:
+            raise ValueError(f"{output} exists already: give another output name, or --force to replace it")
+    with open(text, "rb"):  # told before models are made
+        pass
+    with Models(model, work, threads=arguments.get("n_threads"), progress=progress, say=say) as models:
+        ladder = models.ladder(types)
+
+        def part(i):
+            return Bench(models, text, n_ctx=n_ctx, pick=lambda found: spread(found, chunks, i, 2), progress=progress, **arguments)
+
+        with part(0) as bench:
+            trace = bench.record()
+            cache = budget_bytes(budget, trace.layers)
+            uniform = judge_types(bench, ladder, max_kl, say)
+            predictor = _predictor(bench, models, trace, cache, uniform, arguments)
+            settings = grid(models, ladder, uniform, max_kl)
+            bar = Progress(1, progress, "settings/s", 1, "predicting")
+            candidates = shortlist(predictor, settings, max_kl, arguments.get("n_threads"), bar)
+            bar.clear()
+            if not candidates:
+                raise ValueError(f"no setting is within a mean KL of {max_kl:g} under {format_bytes(cache)}: give more --budget or a higher --max-kl")
+            chosen, finalists = choose(bench, candidates, max_kl, cache, say)
+        if chosen is None:
+            raise ValueError(f"none of the {len(finalists)} settings measured is within a mean KL of {max_kl:g}, though they were predicted to be: "
+                             "give a higher --max-kl or more --chunks")
+        setting = chosen.predicted.setting
+        say(f"chosen: {setting}; measuring on unseen text")
+        with part(1) as test:
+            unseen, n_tokens = test.measure(setting, cache), test.n_tokens
+        if speed is None:
+            speed = storage_speed(models, setting, trace, predictor.n_io_threads)
+        path = _deliver(models, setting, output, force, arguments.get("n_threads"), progress, say)
+        line, ceiling = _comparison(predictor, models, uniform, chosen)
+        result = Calibration(
+            model=path, profile=path_for(path), source=models.source, own=models.own, text=os.fspath(text), setting=setting, cache_bytes=cache,
+            max_kl=float(max_kl), speed=speed, uniform=uniform, n_predicted=bar.done, finalists=finalists,
+            predicted_bytes=chosen.predicted.bytes_per_token, predicted_kl=chosen.predicted.kl, fitted=chosen.measured, unseen=unseen, n_tokens=n_tokens,
+            equal_uniform=line, ceiling=ceiling, best_uniform=_best(candidates, True), best_mixed=_best(candidates, False),
+            fits=[t for t in ladder if t in uniform and uniform[t].value <= max_kl and models.stored(t, None) <= cache],
+            storage_bytes=models.stored(setting.high, None if setting.uniform else setting.low))
+        _write_profile(result)
+        return result
+
+
+def _predictor(bench: Bench, models: Models, trace, cache: int, uniform: dict[str, Value], arguments: dict) -> Predictor:
+    _, square = wanted(trace.rows["weight"], SKIP_AT, SKIP_AT)
+    skip = bench.skipping(SKIP_AT).kl_mean.value / square.skip if square.skip > 0 else None
+    return Predictor(models, trace, cache, {t: v.value for t, v in uniform.items()}, skip, n_io_threads=arguments.get("n_io_threads") or 4)
+
+
+def _best(candidates, uniform: bool):
+    p = next((p for p in candidates if p.setting.uniform == uniform), None)
+    return p and (p.setting.high if uniform else str(p.setting), p.bytes_per_token)
+
+
+def _comparison(predictor: Predictor, models: Models, uniform: dict[str, Value], chosen: Finalist):
+    """(bytes of a uniform type of the chosen setting's divergence, the ceiling there)."""
+    kinds = list(uniform)
+    s = chosen.predicted.setting
+    loads = predictor.predict([Setting(*models.uniform(t), 1.0, 1.0, s.policy) for t in kinds])
+    bits = {t: models.bits(t) for t in kinds}
+    kl = chosen.kl.value
+    line = at_equal_loss([(p.bytes_per_token, uniform[t].value) for t, p in zip(kinds, loads) if p], kl)
+    equal_bits = bits.get(s.high) if s.uniform else at_equal_loss([(bits[t], uniform[t].value) for t in kinds], kl)
+    if equal_bits is None:
+        return line, None
+    most = max([equal_bits, *(bits.values() if s.uniform else [models.bits(s.high)])])
+    used = predictor.trace.rows["expert"] >= 0
+    return line, waterfill.ceiling(np.asarray(predictor.g, np.float64)[used], equal_bits, most)
+
+
+def _deliver(models: Models, s: Setting, output, force: bool, threads, progress: bool, say) -> str:
+    if output is None:
+        return models.pair(s.high, s.low)
+    say(f"writing {output}")
+    convert(models.source, output, "keep" if s.high == models.own else s.high, s.low, force=force, threads=threads, progress=progress)
+    return output
+
+
+def _write_profile(c: Calibration) -> None:
+    from gguf_tools.reader import Reader
+
+    with Reader(c.model) as reader:
+        pair = reader.get("hobbit.pair_id")
+    kl = c.unseen.divergence.kl_mean
+    found = {"setting": str(c.setting), "max_kl": c.max_kl, "cache_bytes": c.cache_bytes, "text": os.path.basename(c.text),
+             "predicted_bytes_per_token": c.predicted_bytes, "unseen_bytes_per_token": c.unseen.bytes_per_token,
+             "unseen_kl": kl.value, "unseen_kl_error": kl.error, "reference": c.own}
+    if not c.quality_kept:
+        raise HobbitError(f"{c.setting} has a mean KL of {kl.value:.5f} on unseen text, over the limit of {c.max_kl:g} by more than the error bars: "
+                          "no profile was written; give more --chunks, or a lower --max-kl to leave room")
+    Profile(c.profile, pair, {**c.setting.arguments, "cache_bytes": c.cache_bytes}, found).save()
