@@ -51,7 +51,7 @@ def add_parser(commands) -> None:
     p.add_argument("--thresholds", nargs="+", metavar="T1/T2", help="for the pairs; 0.7/0.7: what is beyond is skipped (default: 0.7/0.95 0.6/1)")
     p.add_argument("--policy", nargs="+", choices=POLICIES, default=["hobbit"], help="(default: hobbit)")
     p.add_argument("--low-fraction", type=float, default=0.0, metavar="X", dest="low_share", help="share of the memory for low copies of the pairs (default: 0)")
-    p.add_argument("--chunks", type=int, metavar="N", help="chunks of text to decode for each setting (default: 16)")
+    p.add_argument("--chunks", type=int, metavar="N", help="chunks of text to decode for each setting (default: 16, or as many as the text has)")
     p.add_argument("--read-speed", metavar="SIZE", help="bytes a second that loads run at, such as 1.5GB, for the predicted tok/s (default: measured)")
     p.add_argument("--png", metavar="FILE", help="draw the plane")
     p.add_argument("--html", metavar="FILE", help="the same as one file for a browser, with the numbers under the pointer")
@@ -79,7 +79,7 @@ def run(args) -> int:
         args.model, text=args.text, cache=args.cache, types=split_list(args.types),
         pairs=None if args.pairs is None else [module.parse_pair(p) for p in args.pairs],
         thresholds=[parse_thresholds(t) for t in args.thresholds] if args.thresholds else module.THRESHOLDS, policies=args.policy,
-        low_fraction=args.low_share, n_ctx=args.ctx or module.N_CTX, chunks=module.CHUNKS if args.chunks is None else args.chunks,
+        low_fraction=args.low_share, n_ctx=args.ctx or module.N_CTX, chunks=args.chunks,
         speed=None if args.read_speed is None else float(parse_bytes(args.read_speed)), work=args.work, progress=True, say=say, **arguments)
     for path in drawings:
         plot.save(report, path)

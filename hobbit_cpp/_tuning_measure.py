@@ -17,8 +17,10 @@ from ._progress import Progress
 from ._tuning_models import Models, pair_name, shown
 from .evaluate import Evaluator
 from .llama import Llama
-from .settings import check_int, check_policy, check_thresholds, parse_budget
+from .settings import DEFAULTS, Budget, check_int, check_policy, check_thresholds, parse_budget
 
+N_CTX = 256  # tokens of a chunk
+CHUNKS = 16  # of the text, where nothing is said
 BATCH = 128  # tokens that go through the model together while the routing is recorded
 
 
@@ -53,7 +55,7 @@ class Setting:
 
     def __str__(self) -> str:
         parts = [self.name] + ([] if self.uniform else [f"T1 {self.t1:g}" if self.t1 == self.t2 else f"T1 {self.t1:g}, T2 {self.t2:g}"])
-        return ", ".join(parts + [f"policy {self.policy}"] + ([f"{100 * self.low_fraction:g} % for low copies"] if self.low_fraction else []))
+        return ", ".join(parts + ([] if self.policy == DEFAULTS["policy"] else [f"policy {self.policy}"]) + ([f"{100 * self.low_fraction:g} % for low copies"] if self.low_fraction else []))
 
 
 @dataclass(frozen=True)
@@ -71,20 +73,28 @@ class Measured:
         return self.passes / self.pass_seconds
 
 
-def spread(chunks: list, n: int, part: int = 0, parts: int = 1) -> list:
-    """n chunks spread evenly over the text; with parts, those that fall to part 0, 1, ... when they are dealt in turn. ValueError
-    where there are too few."""
+def spread(chunks: list, n: int | None, part: int = 0, parts: int = 1) -> list:
+    """n chunks spread evenly over the text; with parts, those that fall to part 0, 1, ... when they are dealt in turn. None: CHUNKS,
+    or as many as there are. ValueError where there are too few."""
+    if n is None:
+        n = max(1, min(CHUNKS, len(chunks) // parts))
     total = n * parts
     if total > len(chunks):
         raise ValueError(f"the text has {len(chunks)} chunks and {total} are needed: give a longer text, fewer chunks or a smaller context")
     return [chunks[i * len(chunks) // total] for i in range(part, total, parts)]
 
 
-def budget_bytes(cache, layers: np.ndarray) -> int:
-    """Bytes of a budget, a share taken of all experts in `layers`. ValueError for one that is not the same for all types."""
+def check_budget(cache) -> Budget:
+    """ValueError for a budget that is not the same for all types."""
     budget = parse_budget(cache)
     if budget.kind not in ("bytes", "fraction"):
         raise ValueError(f"the memory is {cache!r}, which differs between types: give a size such as 8GiB, or a share such as 25%, of the experts as they were given")
+    return budget
+
+
+def budget_bytes(cache, layers: np.ndarray) -> int:
+    """Bytes of a budget, a share taken of all experts in `layers`. ValueError as check_budget()."""
+    budget = check_budget(cache)
     if budget.kind == "bytes":
         return budget.bytes
     return int(budget.fraction * float((layers["high_bytes"].sum(axis=1) * layers["n_expert"]).sum()))

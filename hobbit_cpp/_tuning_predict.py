@@ -41,6 +41,7 @@ class Prediction:
 
 def wanted(g: np.ndarray, t1: float, t2: float) -> tuple[Shares, Shares]:
     """What the rule (csrc/core/select.h) wants of gate weights [n, n_used] that sum to 1 a row: shares of uses, shares of g^2."""
+    t1, t2 = float(np.float32(t1)), float(np.float32(t2))  # as the engine has them
     ordered = -np.sort(-g.astype(np.float64), axis=1)
     before = np.cumsum(ordered, axis=1) - ordered
     used = ordered > 0

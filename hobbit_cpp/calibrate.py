@@ -19,14 +19,12 @@ from . import waterfill
 from ._calibrate_search import SKIP_AT, Finalist, choose, grid, judge_types, shortlist
 from ._evaluate_stats import Value
 from ._progress import Progress
-from ._tuning_measure import Bench, Measured, Setting, budget_bytes, spread
+from ._tuning_measure import N_CTX, Bench, Measured, Setting, budget_bytes, check_budget, spread
 from ._tuning_models import Models, shown
 from ._tuning_pareto import at_equal_loss
 from ._tuning_predict import Predictor, wanted
 from ._tuning_speed import storage_speed
 from .convert import convert
-from .errors import HobbitError
-from .frontier import CHUNKS, N_CTX
 from .memory import format_bytes
 from .profiles import Profile, path_for
 from .settings import check_int, check_number
@@ -41,16 +39,17 @@ ERRORS = 2     # standard errors within which the divergence on that text must b
 class Calibration:
     """Result of calibrate(). Bytes a token, nats, tokens per second, bytes/s.
 
-    model      main file of the pair; the profile lies beside it
+    model      main file of the pair; profile: the file beside it, None where the quality on unseen text was not kept
     uniform    {type: mean KL of all experts at it}, of the types that were judged
     predicted_bytes, predicted_kl    from the fitting text, by simulator and formula
     fitted     measured on the fitting text; unseen: on text that nothing was fitted on
     equal_uniform   bytes of a uniform type with the divergence fitted, by the simulator; None where there is no such type
-    ceiling    of any allotment of bits by gate weight at that divergence; None likewise
+    ceiling    bits of any allotment of bits by gate weight at that divergence; None likewise
+    ceiling_gain    bytes of a uniform type of ceiling.bits over those of one of ceiling.mean_bits, on the line of the uniform types
     fits       uniform types within the limit whose experts all fit into the budget, widest first
     """
     model: str
-    profile: str
+    profile: str | None
     source: str
     own: str
     text: str
@@ -68,6 +67,7 @@ class Calibration:
     n_tokens: int
     equal_uniform: float | None
     ceiling: waterfill.Ceiling | None
+    ceiling_gain: float | None
     best_uniform: tuple[str, float] | None  # within the limit: type, predicted bytes
     best_mixed: tuple[str, float] | None    # likewise, predicted
     fits: list[str]
@@ -85,7 +85,7 @@ class Calibration:
     @property
     def quality_kept(self) -> bool:
         kl = self.unseen.divergence.kl_mean
-        return kl.value - ERRORS * (kl.error or 0.0) <= self.max_kl
+        return self.setting == dataclasses.replace(self.setting, high=self.own, t1=1.0) or kl.value - ERRORS * (kl.error or 0.0) <= self.max_kl
 
     @property
     def gain(self) -> float | None:
@@ -97,7 +97,7 @@ class Calibration:
     def to_dict(self) -> dict:
         """Plain values, ready for JSON."""
         return {**dataclasses.asdict(self), "name": str(self.setting), "bytes_off": self.bytes_off, "bytes_kept": self.bytes_kept,
-                "quality_kept": self.quality_kept, "gain": self.gain, "ceiling_gain": self.ceiling and self.ceiling.gain}
+                "quality_kept": self.quality_kept, "gain": self.gain}
 
     def report(self) -> str:
         """What the command prints."""
@@ -112,8 +112,10 @@ class Calibration:
                  f"{'tok/s':<24}{_rate(self.predicted_bytes, self.speed):>14}{self.fitted.tokens_per_second:>22.1f}{self.unseen.tokens_per_second:>22.1f}   "
                  f"predicted: loads alone, at {format_bytes(self.speed)}/s",
                  "", *self._ceiling()]
+        profile = f"profile: {self.profile} (hobbit run uses it; its flags come first)" if self.profile else \
+            "no profile was written: give more --chunks, or a lower --max-kl to leave room"
         lines += ["", f"experts on disk: {format_bytes(self.storage_bytes)}" + ("" if s.uniform else f"; {shown(s.high)} alone would take less (hobbit frontier lists both)"),
-                  f"model: {self.model}", f"profile: {self.profile} (hobbit run uses it; its flags come first)"]
+                  f"model: {self.model}", profile]
         return "\n".join(lines)
 
     def _answer(self) -> str:
@@ -145,9 +147,10 @@ class Calibration:
     def _ceiling(self) -> list[str]:
         if not self.ceiling:
             return ["No uniform type has this divergence: nothing to compare the setting with."]
-        reached = "the chosen setting is uniform: 1.00x" if self.setting.uniform else f"the chosen setting reaches {self.gain:.2f}x"
+        reached = "is uniform: 1.00x" if self.setting.uniform else "cannot be compared" if self.gain is None else f"reaches {self.gain:.2f}x"
+        most = "" if self.ceiling_gain is None else f", about {self.ceiling_gain:.2f}x fewer bytes under this budget"
         return [f"At this divergence a uniform type has {self.ceiling.bits:.2f} bits; the best allotment of bits by gate weight (water-filling) would have "
-                f"{self.ceiling.mean_bits:.2f}:", f"at most {self.ceiling.gain:.2f}x fewer bytes; {reached}."]
+                f"{self.ceiling.mean_bits:.2f}{most}.", f"The chosen setting {reached}."]
 
 
 def _kb(n: float) -> str:
@@ -162,7 +165,7 @@ def _rate(n: float, speed: float) -> str:
     return f"{speed / n:.1f}" if n else "-"
 
 
-def calibrate(model, *, text, budget, max_kl: float, types=None, n_ctx: int = N_CTX, chunks: int = CHUNKS, speed: float | None = None,
+def calibrate(model, *, text, budget, max_kl: float, types=None, n_ctx: int = N_CTX, chunks: int | None = None, speed: float | None = None,
               output=None, force: bool = False, work=None, progress: bool = False, say=lambda text: None, **arguments) -> Calibration:
     """Find the setting that loads least per token with a mean KL divergence of at most max_kl.
 
@@ -174,11 +177,14 @@ def calibrate(model, *, text, budget, max_kl: float, types=None, n_ctx: int = N_
     output   NAME.gguf for the pair; default: it stays in the work folder. force: replace it
     speed, work, say, arguments   as for frontier()
 
-    The profile is written beside the pair. Raises ValueError (ConvertError is one) where nothing is within the limit or
+    The profile is written beside the pair, unless the divergence on unseen text is over the limit by more than the error
+    bars. Raises ValueError (ConvertError is one) where nothing is within the limit or
     something is wrong with an argument or file, OSError, HobbitError.
     """
-    check_int("chunks", chunks, 1, 2**31 - 1)
-    check_number("max_kl", max_kl, 0, unit=" nats")
+    if chunks is not None:
+        check_int("chunks", chunks, 1, 2**31 - 1)
+    check_budget(budget)
+    check_number("max_kl", max_kl, 1e-6, unit=" nats")
     if speed is not None:
         check_number("speed", speed, 1, unit=" bytes/s")
     if output is not None:
@@ -217,14 +223,16 @@ def calibrate(model, *, text, budget, max_kl: float, types=None, n_ctx: int = N_
         if speed is None:
             speed = storage_speed(models, setting, trace, predictor.n_io_threads)
         path = _deliver(models, setting, output, force, arguments.get("n_threads"), progress, say)
-        line, ceiling = _comparison(predictor, models, uniform, chosen)
+        line, ceiling, ceiling_gain = _comparison(predictor, models, uniform, chosen)
         result = Calibration(
             model=path, profile=path_for(path), source=models.source, own=models.own, text=os.fspath(text), setting=setting, cache_bytes=cache,
             max_kl=float(max_kl), speed=speed, uniform=uniform, n_predicted=bar.done, finalists=finalists,
             predicted_bytes=chosen.predicted.bytes_per_token, predicted_kl=chosen.predicted.kl, fitted=chosen.measured, unseen=unseen, n_tokens=n_tokens,
-            equal_uniform=line, ceiling=ceiling, best_uniform=_best(candidates, True), best_mixed=_best(candidates, False),
+            equal_uniform=line, ceiling=ceiling, ceiling_gain=ceiling_gain, best_uniform=_best(candidates, True), best_mixed=_best(candidates, False),
             fits=[t for t in ladder if t in uniform and uniform[t].value <= max_kl and models.stored(t, None) <= cache],
             storage_bytes=models.stored(setting.high, None if setting.uniform else setting.low))
+        if not result.quality_kept:
+            return dataclasses.replace(result, profile=None)
         _write_profile(result)
         return result
 
@@ -241,19 +249,27 @@ def _best(candidates, uniform: bool):
 
 
 def _comparison(predictor: Predictor, models: Models, uniform: dict[str, Value], chosen: Finalist):
-    """(bytes of a uniform type of the chosen setting's divergence, the ceiling there)."""
-    kinds = list(uniform)
-    s = chosen.predicted.setting
-    loads = predictor.predict([Setting(*models.uniform(t), 1.0, 1.0, s.policy) for t in kinds])
-    bits = {t: models.bits(t) for t in kinds}
-    kl = chosen.kl.value
-    line = at_equal_loss([(p.bytes_per_token, uniform[t].value) for t, p in zip(kinds, loads) if p], kl)
-    equal_bits = bits.get(s.high) if s.uniform else at_equal_loss([(bits[t], uniform[t].value) for t in kinds], kl)
+    """(bytes of a uniform type of the chosen setting's divergence, the ceiling there in bits, and its gain in bytes)."""
+    s, kl = chosen.predicted.setting, chosen.kl.value
+    loads = predictor.predict([Setting(*models.uniform(t), 1.0, 1.0, s.policy) for t in uniform])
+    known = [(models.bits(t), p.bytes_per_token, uniform[t].value) for t, p in zip(uniform, loads) if p]
+    equal_bytes = at_equal_loss([(n, loss) for _, n, loss in known], kl)
+    equal_bits = models.bits(s.high) if s.uniform else at_equal_loss([(bits, loss) for bits, _, loss in known], kl)
     if equal_bits is None:
-        return line, None
-    most = max([equal_bits, *(bits.values() if s.uniform else [models.bits(s.high)])])
+        return equal_bytes, None, None
+    most = max(equal_bits, max(bits for bits, _, _ in known) if s.uniform else models.bits(s.high))
     used = predictor.trace.rows["expert"] >= 0
-    return line, waterfill.ceiling(np.asarray(predictor.g, np.float64)[used], equal_bits, most)
+    ceiling = waterfill.ceiling(np.asarray(predictor.g, np.float64)[used], equal_bits, most)
+    ends = [_bytes_at(known, bits) for bits in (ceiling.bits, ceiling.mean_bits)]
+    return equal_bytes, ceiling, ends[0] / ends[1] if all(ends) else None
+
+
+def _bytes_at(known, bits: float) -> float | None:
+    """Bytes per token of a uniform type of so many bits, straight in both logarithms between the known ones; None beyond."""
+    line = sorted((b, n) for b, n, _ in known if n > 0)
+    if not line or not line[0][0] <= bits <= line[-1][0]:
+        return None
+    return float(np.exp(np.interp(np.log(bits), *np.log(np.array(line).T))))
 
 
 def _deliver(models: Models, s: Setting, output, force: bool, threads, progress: bool, say) -> str:
@@ -273,7 +289,4 @@ def _write_profile(c: Calibration) -> None:
     found = {"setting": str(c.setting), "max_kl": c.max_kl, "cache_bytes": c.cache_bytes, "text": os.path.basename(c.text),
              "predicted_bytes_per_token": c.predicted_bytes, "unseen_bytes_per_token": c.unseen.bytes_per_token,
              "unseen_kl": kl.value, "unseen_kl_error": kl.error, "reference": c.own}
-    if not c.quality_kept:
-        raise HobbitError(f"{c.setting} has a mean KL of {kl.value:.5f} on unseen text, over the limit of {c.max_kl:g} by more than the error bars: "
-                          "no profile was written; give more --chunks, or a lower --max-kl to leave room")
     Profile(c.profile, pair, {**c.setting.arguments, "cache_bytes": c.cache_bytes}, found).save()

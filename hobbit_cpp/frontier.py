@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 
 from ._evaluate_stats import Value
-from ._tuning_measure import Bench, Measured, Setting, budget_bytes, spread
+from ._tuning_measure import N_CTX, Bench, Measured, Setting, budget_bytes, check_budget, spread
 from ._tuning_models import Models, shown
 from ._tuning_pareto import at_equal_loss, pareto
 from ._tuning_predict import Predictor
@@ -24,10 +24,8 @@ from ._tuning_speed import storage_speed
 from .memory import format_bytes
 from .settings import check_int, check_number
 
-__all__ = ["CHUNKS", "N_CTX", "Point", "Report", "THRESHOLDS", "frontier", "parse_pair"]
+__all__ = ["N_CTX", "Point", "Report", "THRESHOLDS", "frontier", "parse_pair"]
 
-N_CTX = 256
-CHUNKS = 16
 THRESHOLDS = ((0.7, 0.95), (0.6, 1.0))
 
 
@@ -135,7 +133,7 @@ def default_pairs(types: list[str]) -> list[tuple[str, str]]:
 
 
 def frontier(model, *, text, cache, types=None, pairs=None, thresholds=THRESHOLDS, policies=("hobbit",), low_fraction: float = 0.0,
-             n_ctx: int = N_CTX, chunks: int = CHUNKS, speed: float | None = None, work=None, progress: bool = False,
+             n_ctx: int = N_CTX, chunks: int | None = None, speed: float | None = None, work=None, progress: bool = False,
              say=lambda text: None, **arguments) -> Report:
     """Measure uniform types and mixed settings under one budget.
 
@@ -153,7 +151,9 @@ def frontier(model, *, text, cache, types=None, pairs=None, thresholds=THRESHOLD
 
     Raises ValueError (ConvertError is one) in one sentence, OSError, HobbitError.
     """
-    check_int("chunks", chunks, 1, 2**31 - 1)
+    if chunks is not None:
+        check_int("chunks", chunks, 1, 2**31 - 1)
+    check_budget(cache)
     check_number("low_fraction", low_fraction, 0, 1)
     if speed is not None:
         check_number("speed", speed, 1, unit=" bytes/s")
@@ -165,6 +165,8 @@ def frontier(model, *, text, cache, types=None, pairs=None, thresholds=THRESHOLD
         settings = [Setting(*models.uniform(t), 1.0, 1.0, policy) for policy in policies for t in (models.own, *names)]
         settings += [Setting(high, low, t1, t2, policy, low_fraction)
                      for (high, low), (t1, t2), policy in itertools.product(pairs, thresholds, policies)]
+        for s in settings:
+            models.stored(s.high, s.low)  # whether it can be made is told before anything is
         with Bench(models, text, n_ctx=n_ctx, pick=lambda found: spread(found, chunks), progress=progress, **arguments) as bench:
             trace = bench.record()
             budget = budget_bytes(cache, trace.layers)
