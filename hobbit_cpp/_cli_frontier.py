@@ -34,7 +34,9 @@ def common_arguments(args) -> dict:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr)
+    """A step of the work, for people who watch."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(text, file=sys.stderr)
 
 
 def split_list(text: str | None) -> list[str] | None:

@@ -17,6 +17,7 @@ from gguf_tools.reader import SPLIT_NAME, Reader
 from ._convert_plan import check_source, choose_types, find_experts, parse_type
 from ._tuning_source import original
 from .convert import ConvertError, convert, source_id
+from .memory import format_bytes
 
 LADDER = ("q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k")  # each about one bit below the one before
 LEAST = "tq1_0"  # below q2_k; for copies that nobody reads
@@ -131,8 +132,8 @@ class Models:
         path = self.path(high, low)
         if self._usable(path):
             return path
-        self._say(f"making {path}")
         link = high == self.own
+        self._say(f"making {path} ({format_bytes(self.stored(high, low) - (self.stored(high, None) if link else 0))} of experts)")
         convert(self.source, path, "keep" if link else high, low, link=link, force=True, threads=self._threads, progress=self._progress)
         return path
 
