@@ -54,7 +54,7 @@ def llama_arguments(args) -> dict:
 
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="hobbit", description=DESCRIPTION, epilog=EPILOG)
-    p.add_argument("--version", action="version", version=f"hobbit-cpp {__version__}")
+    p.add_argument("-V", "--version", action="version", version=f"hobbit-cpp {__version__}")
     commands = p.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     run = commands.add_parser("run", help="generate text, or chat", description="Generate text from a prompt; without a prompt, chat.")
