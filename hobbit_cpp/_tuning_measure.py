@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
+import json
 import os
 import tempfile
 from dataclasses import dataclass
@@ -12,8 +15,9 @@ from . import bindings  # noqa: F401  before llama_cpp: it makes llama_cpp use o
 import numpy as np
 
 from . import simulate
-from ._evaluate_stats import Divergence
+from ._evaluate_stats import Divergence, Value
 from ._progress import Progress
+from ._tuning_ledger import Ledger
 from ._tuning_models import Models, pair_name, shown
 from .evaluate import Evaluator
 from .llama import Llama
@@ -72,6 +76,12 @@ class Measured:
     def tokens_per_second(self) -> float:
         return self.passes / self.pass_seconds
 
+    @classmethod
+    def of(cls, plain: dict) -> Measured:
+        """From dataclasses.asdict()."""
+        divergence = {k: Value(**v) if isinstance(v, dict) else v for k, v in plain["divergence"].items()}
+        return cls(**{**plain, "divergence": Divergence(**divergence)})
+
 
 def spread(chunks: list, n: int | None, part: int = 0, parts: int = 1) -> list:
     """n chunks spread evenly over the text; with parts, those that fall to part 0, 1, ... when they are dealt in turn. None: CHUNKS,
@@ -108,6 +118,7 @@ class Bench:
 
     def __init__(self, models: Models, text, *, n_ctx: int, pick, progress: bool = False, **arguments):
         self.models, self._arguments, self._progress = models, arguments, progress
+        self._ledger = Ledger(os.path.join(models.folder, "measured.jsonl"))
         check_int("n_ctx", n_ctx, 4, 2**31 - 1)
         self._evaluator = Evaluator(models.pair(*models.reference), text=text, n_ctx=n_ctx, pick=pick, progress=progress, profile=False, **arguments)
 
@@ -139,11 +150,19 @@ class Bench:
             return simulate.read_trace(name)
 
     def measure(self, setting: Setting, cache_bytes: int) -> Measured:
-        """Decode the text under a setting, with the cache in the loop."""
+        """Decode the text under a setting, with the cache in the loop; what an earlier run finished is taken from its folder."""
+        tokens = hashlib.sha256(json.dumps(self._evaluator.chunks).encode()).hexdigest()
+        key = Ledger.key(source=self.models.identity, tokens=tokens, setting=dataclasses.asdict(setting), cache_bytes=cache_bytes,
+                         arguments={k: str(v) for k, v in self._arguments.items()})
+        known = self._ledger.get(key)
+        if known is not None:
+            return Measured.of(known)
         run = self._evaluator.measure(self.models.pair(setting.high, setting.low), "served", cache_bytes=cache_bytes, profile=False,
                                       **setting.arguments, **self._arguments)
         computed = run.totals["bytes_cpu"] / run.passes
-        return Measured(run.divergence, run.totals["bytes_per_token"] + computed, run.totals["hit_rate"], run.passes, run.pass_seconds)
+        found = Measured(run.divergence, run.totals["bytes_per_token"] + computed, run.totals["hit_rate"], run.passes, run.pass_seconds)
+        self._ledger.put(key, dataclasses.asdict(found), setting=str(setting), cache_bytes=cache_bytes)
+        return found
 
     def quality(self, kind: str) -> Divergence:
         """Divergence of a uniform type, in batches."""

@@ -65,6 +65,11 @@ class Models:
         self.own, self._own_bits = widest.tensor.type.name, widest.tensor.type.bits
         self.n_weights = sum(c.n_weights for c in experts)
 
+    @property
+    def identity(self) -> list:
+        """What tells this source from others: its header, and size and date of its files."""
+        return [self._id, *([f.size, os.stat(f.path).st_mtime_ns] for f in self._reader.files)]
+
     def ladder(self, types=None) -> list[str]:
         """Names of the types to compare, widest first: those given, or LADDER, that are narrower than the source's.
 

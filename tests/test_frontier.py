@@ -183,6 +183,25 @@ def test_all_high_loads_exactly_what_was_predicted(models, bench, trace):
     assert found.divergence.kl_mean.value < 1e-3 and p.kl == 0  # one by one and in batches: roundings, which 8-bit activations magnify
 
 
+def test_what_was_measured_is_not_measured_again(models, bench, work, monkeypatch):
+    setting = Setting("q5_k", "q3_k", 0.7, 1.0)
+    first = bench.measure(setting, BUDGET)
+    calls = []
+    real = bench._evaluator.measure
+    monkeypatch.setattr(bench._evaluator, "measure", lambda *a, **k: calls.append(a) or real(*a, **k))
+    assert bench.measure(setting, BUDGET) == first and not calls
+    with open(work / "measured.jsonl", "ab") as f:
+        f.write(b'{"key": "cut of')  # a run that was killed
+    with Bench(models, engine.SAMPLE_TEXT, n_ctx=64, pick=lambda c: spread(c, 6), **ONE) as again:
+        monkeypatch.setattr(again._evaluator, "measure", lambda *a, **k: calls.append(a) or real(*a, **k))
+        assert again.measure(setting, BUDGET) == first and not calls
+        other = again.measure(setting, BUDGET + 2**20)
+        assert len(calls) == 1 and other.bytes_per_token < first.bytes_per_token
+        assert again._ledger.__class__(again._ledger.path)._found == again._ledger._found  # readable after the cut line
+    with Bench(models, engine.SAMPLE_TEXT, n_ctx=64, pick=lambda c: spread(c, 3), **ONE) as fewer:
+        assert fewer.measure(setting, BUDGET).passes == 3 * 63
+
+
 def test_report(report):
     uniform, mixed = report.points[:3], report.points[3]
     assert [p.setting.name for p in uniform] == ["q8_0", "q5_K", "q3_K"] and str(mixed.setting) == "q5_K+q3_K, T1 0.7, T2 1"
