@@ -22,18 +22,20 @@ def pareto(points) -> list[bool]:
     return on
 
 
-def at_equal_loss(line, loss: float) -> float | None:
-    """Cost at which the line through (cost, loss) points, straight in both logarithms between neighbours, has that loss.
+def at_equal_loss(line, loss: float, error: float | None = None) -> tuple[float, float] | None:
+    """(cost, its relative error) at which the line through (cost, loss, error of the loss) points has a loss, itself with an error.
 
-    The points must fall: the costlier, the less loss; those that do not (another has less of both) are left out. None
-    beyond the line's ends, and where the loss is 0.
+    Between neighbours the line is straight in both logarithms. Points that another undercuts in both are left out. Errors (None: 0)
+    are taken for independent, and small. None beyond the line's ends, and where the loss is 0.
     """
-    line = [p for p, on in zip(line, pareto(line)) if on and min(p) > 0]
-    line = sorted(set(line))
+    on = pareto([p[:2] for p in line])
+    line = sorted({p for p, best in zip(line, on) if best and min(p[:2]) > 0})
     if loss <= 0:
         return None
-    for (c0, l0), (c1, l1) in zip(line, line[1:]):
+    for (c0, l0, e0), (c1, l1, e1) in zip(line, line[1:]):
         if l1 <= loss <= l0:
             share = math.log(loss / l0) / math.log(l1 / l0)
-            return math.exp(math.log(c0) + share * math.log(c1 / c0))
+            slope = math.log(c1 / c0) / math.log(l1 / l0)
+            spread = math.hypot((error or 0) / loss, (1 - share) * (e0 or 0) / l0, share * (e1 or 0) / l1)
+            return math.exp(math.log(c0) + share * math.log(c1 / c0)), abs(slope) * spread
     return None

@@ -68,10 +68,12 @@ def _chart(report):
 
 
 def _row(p) -> dict:
+    from .frontier import change
+
     error = p.kl.error or 0.0
     s = p.setting
     label = s.name if s.uniform else f"{s.name} {s.t1:g}/{s.t2:g}"
     return {"setting": str(s), "label": label + ("" if s.policy == "hobbit" else f" {s.policy}"), "kind": "uniform type" if s.uniform else "mixed pair", "KL": p.kl.value,
             "lower": max(p.kl.value - error, p.kl.value / 10), "upper": p.kl.value + error, "KB": p.bytes_per_token / 1000,
             "tok/s": p.tokens_per_second, "pareto": "no other is better in both" if p.pareto else "another is better in both",
-            "to uniform": "-" if p.over_uniform is None else f"{100 * (p.over_uniform - 1):+.1f} %"}
+            "to uniform": "-" if p.over_uniform is None else change(p.over_uniform)}

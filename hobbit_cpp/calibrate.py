@@ -253,10 +253,12 @@ def _comparison(predictor: Predictor, models: Models, uniform: dict[str, Value],
     s, kl = chosen.predicted.setting, chosen.kl.value
     loads = predictor.predict([Setting(*models.uniform(t), 1.0, 1.0, s.policy) for t in uniform])
     known = [(models.bits(t), p.bytes_per_token, uniform[t].value) for t, p in zip(uniform, loads) if p]
-    equal_bytes = at_equal_loss([(n, loss) for _, n, loss in known], kl)
-    equal_bits = models.bits(s.high) if s.uniform else at_equal_loss([(bits, loss) for bits, _, loss in known], kl)
-    if equal_bits is None:
+    equal = at_equal_loss([(n, loss, None) for _, n, loss in known], kl)
+    equal_bytes = equal and equal[0]
+    equal = (models.bits(s.high), 0) if s.uniform else at_equal_loss([(bits, loss, None) for bits, _, loss in known], kl)
+    if equal is None:
         return equal_bytes, None, None
+    equal_bits = equal[0]
     most = max(equal_bits, max(bits for bits, _, _ in known) if s.uniform else models.bits(s.high))
     used = predictor.trace.rows["expert"] >= 0
     ceiling = waterfill.ceiling(np.asarray(predictor.g, np.float64)[used], equal_bits, most)

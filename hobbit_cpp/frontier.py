@@ -38,7 +38,8 @@ class Point:
     predicted_tokens_per_second  what the speed allows for the predicted bytes if computing took no time; None: nothing to load
     storage_bytes                of the experts on disk
     pareto                       no other point has fewer bytes and less divergence
-    over_uniform                 bytes over those of the line through the uniform types at this divergence; None beyond its ends
+    over_uniform                 bytes over those of the line through the uniform types at this divergence, with the error that those of
+                                 the divergences make; None beyond its ends
     """
     setting: Setting
     kl: Value
@@ -50,7 +51,7 @@ class Point:
     predicted_tokens_per_second: float | None
     storage_bytes: int
     pareto: bool = False
-    over_uniform: float | None = None
+    over_uniform: Value | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Report:
         rows = []
         for p in self.points:
             rows.append(("*" if p.pareto else "", str(p.setting), _kl(p.kl), format_bytes(p.bytes_per_token),
-                         "" if p.setting.uniform else "-" if p.over_uniform is None else f"{100 * (p.over_uniform - 1):+.0f} %",
+                         "" if p.setting.uniform else "-" if p.over_uniform is None else change(p.over_uniform),
                          f"{100 * p.hit_rate:.1f}", _rate(p.tokens_per_second), _rate(p.predicted_tokens_per_second), format_bytes(p.storage_bytes)))
         width = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
         lines = [f"{self.model}: {format_bytes(self.cache_bytes)} for experts; reference: all experts as given ({shown(self.own)})",
@@ -84,7 +85,7 @@ class Report:
                  f"{'given' if self.speed_given else 'measured'}: loads at {format_bytes(self.speed)}/s", ""]
         lines += ["  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(r, width))).rstrip() for r in (head, *rows)]
         lines += ["", "*: no other setting here has both fewer bytes and less divergence.  ±: standard error over tokens.",
-                  "to uniform: bytes against a uniform type of the same divergence, on the line between the two nearest.",
+                  "to uniform: bytes against a uniform type of the same divergence, on the line between the two nearest, and what the errors of the divergences make of it.",
                   "loads alone: tok/s that the speed allows if computing took no time.", "", self.verdict()]
         lines += [f"left out: {name} (the budget is below its floor)" for name in self.left_out]
         return "\n".join(lines)
@@ -98,21 +99,29 @@ class Report:
         mixed = [p for p in self.points if not p.setting.uniform]
         if not mixed:
             return "Only uniform types were compared."
-        wins = sorted((p for p in mixed if p.over_uniform is not None and p.over_uniform < 1), key=lambda p: p.over_uniform)
-        losses = [p for p in mixed if p.over_uniform is not None and p.over_uniform >= 1]
-        if not wins:
-            return "No mixed setting here loads less than a uniform type of the same divergence: take the smaller file."
-        best = wins[0]
-        text = f"The best mixed setting, {best.setting}, loads {100 * (1 - best.over_uniform):.0f} % less than a uniform type of its divergence would."
-        if losses:
-            text += f" {len(losses)} of {len(mixed)} mixed settings load more than a uniform type of theirs."
-        return text
+        compared = sorted((p for p in mixed if p.over_uniform), key=lambda p: p.over_uniform.value)
+        if not compared:
+            return "No mixed setting here has a divergence between those of two uniform types: nothing to compare them with."
+        best, clear = compared[0], [p for p in compared if p.over_uniform.value + 2 * p.over_uniform.error < 1]
+        if best.over_uniform.value >= 1:
+            text = "No mixed setting here loads less than a uniform type of the same divergence: take the smaller file."
+        elif not clear:
+            text = f"No mixed setting here loads less than a uniform type of the same divergence by more than the error bars; {best.setting} comes nearest ({change(best.over_uniform)})."
+        else:
+            best = clear[0]
+            text = f"{best.setting} loads least against a uniform type of its divergence: {change(best.over_uniform)}."
+        more = sum(p.over_uniform.value > 1 for p in compared)
+        return text + (f" {more} of {len(compared)} mixed settings load more than a uniform type would." if more else "")
 
 
 def _kl(v: Value) -> str:
     if v.value == 0:
         return "0"
     return f"{v.value:.5f}" + ("" if v.error is None else f" ± {v.error:.5f}")
+
+
+def change(ratio: Value) -> str:
+    return f"{100 * (ratio.value - 1):+.0f} ± {100 * ratio.error:.0f} %"
 
 
 def _rate(x: float | None) -> str:
@@ -198,7 +207,8 @@ def _marked(points: list[Point], own: str) -> list[Point]:
     on = pareto([(p.bytes_per_token, p.kl.value) for p in points])
     out = []
     for p, best in zip(points, on):
-        line = [(q.bytes_per_token, q.kl.value) for q in points if q.setting.uniform and q.setting.high != own and q.setting.policy == p.setting.policy]
-        equal = None if p.setting.uniform else at_equal_loss(line, p.kl.value)
-        out.append(dataclasses.replace(p, pareto=best, over_uniform=None if equal is None else p.bytes_per_token / equal))
+        line = [(q.bytes_per_token, q.kl.value, q.kl.error) for q in points if q.setting.uniform and q.setting.high != own and q.setting.policy == p.setting.policy]
+        equal = None if p.setting.uniform else at_equal_loss(line, p.kl.value, p.kl.error)
+        ratio = None if equal is None else Value(p.bytes_per_token / equal[0], p.bytes_per_token / equal[0] * equal[1])
+        out.append(dataclasses.replace(p, pareto=best, over_uniform=ratio))
     return out

@@ -1,5 +1,6 @@
 """hobbit frontier: its marks, its models, its predictions against what is measured, and what it refuses."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -19,7 +20,8 @@ from hobbit_cpp._tuning_pareto import at_equal_loss, pareto
 from hobbit_cpp._tuning_predict import Predictor, Shares, served, wanted
 from hobbit_cpp._tuning_speed import read_speed
 from hobbit_cpp.convert import ConvertError, convert
-from hobbit_cpp.frontier import frontier, parse_pair
+from hobbit_cpp._evaluate_stats import Value
+from hobbit_cpp.frontier import change, frontier, parse_pair
 
 ONE = {"n_threads": 1, "n_threads_batch": 1}
 BUDGET = 3 * 2**20
@@ -65,9 +67,15 @@ def test_pareto_against_brute_force(seed):
 
 
 def test_line_of_the_uniform_types():
-    line = [(100.0, 0.01), (400.0, 0.0001), (200.0, 0.001), (300.0, 0.5)]  # the last loses to the second in both
-    assert at_equal_loss(line, 0.001) == pytest.approx(200)
-    assert at_equal_loss(line, 0.01 ** 0.5 * 0.001 ** 0.5) == pytest.approx(20000 ** 0.5)
+    line = [(100.0, 0.01, 0.001), (400.0, 0.0001, None), (200.0, 0.001, 0.0002), (300.0, 0.5, 0.0)]  # the last loses to the second in both
+    assert at_equal_loss(line, 0.001)[0] == pytest.approx(200)
+    cost, error = at_equal_loss(line, 0.01 ** 0.5 * 0.001 ** 0.5)
+    assert cost == pytest.approx(20000 ** 0.5)
+    # half way: half of either end's relative error; the cost doubles where the loss falls to a tenth
+    assert error == pytest.approx(np.log(2) / np.log(10) * np.hypot(0.05, 0.1))
+    # the point's own error, by moving it
+    base, (up, _) = at_equal_loss(line, 0.0005, 0.00001), at_equal_loss(line, 0.00051)
+    assert base[1] ** 2 - at_equal_loss(line, 0.0005)[1] ** 2 == pytest.approx((up / base[0] - 1) ** 2, rel=0.05)
     assert at_equal_loss(line, 0.02) is None and at_equal_loss(line, 0.00001) is None and at_equal_loss(line, 0) is None
 
 
@@ -213,11 +221,26 @@ def test_report(report):
     assert uniform[0].kl.value < uniform[1].kl.value < uniform[2].kl.value
     assert uniform[1].bytes_per_token > mixed.bytes_per_token > uniform[2].bytes_per_token
     assert uniform[1].kl.value < mixed.kl.value < uniform[2].kl.value
-    equal = at_equal_loss([(p.bytes_per_token, p.kl.value) for p in uniform[1:]], mixed.kl.value)
-    assert mixed.over_uniform == pytest.approx(mixed.bytes_per_token / equal) and uniform[1].over_uniform is None
+    equal, error = at_equal_loss([(p.bytes_per_token, p.kl.value, p.kl.error) for p in uniform[1:]], mixed.kl.value, mixed.kl.error)
+    assert mixed.over_uniform.value == pytest.approx(mixed.bytes_per_token / equal) and mixed.over_uniform.error > 0
+    assert mixed.over_uniform.error == pytest.approx(error * mixed.over_uniform.value) and uniform[1].over_uniform is None
     assert [p.pareto for p in report.points] == pareto([(p.bytes_per_token, p.kl.value) for p in report.points])
     assert mixed.storage_bytes == report.points[1].storage_bytes + report.points[2].storage_bytes
-    assert f"{100 * (mixed.over_uniform - 1):+.0f} %" in report.table() and not report.left_out
+    assert change(mixed.over_uniform) in report.table() and not report.left_out
+
+
+def test_verdict(report):
+    """The sentence follows the numbers, and error bars count."""
+    *uniform, mixed = report.points
+
+    def says(ratio, error):
+        point = dataclasses.replace(mixed, over_uniform=None if ratio is None else Value(ratio, error))
+        return dataclasses.replace(report, points=[*uniform, point]).verdict()
+
+    assert says(0.9, 0.02) == "q5_K+q3_K, T1 0.7, T2 1 loads least against a uniform type of its divergence: -10 ± 2 %."
+    assert says(0.9, 0.06).startswith("No mixed setting here loads less than a uniform type of the same divergence by more than the error bars")
+    assert says(1.1, 0.01).endswith("take the smaller file. 1 of 1 mixed settings load more than a uniform type would.")
+    assert "nothing to compare" in says(None, None)
 
 
 def test_command(hobbit, work):
