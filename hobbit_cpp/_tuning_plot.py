@@ -45,7 +45,7 @@ def save(report, path: str) -> None:
 def _chart(report):
     alt = _altair()
     # both axes are logarithms; the reference itself differs from itself by rounding alone
-    rows = [_row(p) for p in report.points if p.setting.high != report.own and p.kl.value > 0 and p.bytes_per_token > 0]
+    rows = [_row(p) for p in report.points if not (p.setting.uniform and p.setting.high == report.own) and p.kl.value > 0 and p.bytes_per_token > 0]
     if not rows:
         raise ValueError("there is nothing to draw: no setting lost or loaded anything")
     x = alt.X("KB:Q", title="loaded per token, kB", scale=alt.Scale(type="log", nice=False, padding=30), axis=alt.Axis(tickCount=6))
@@ -59,12 +59,16 @@ def _chart(report):
         x=x, y=y, color=alt.Color("kind:N", scale=kinds, title=None), shape=alt.Shape("pareto:N", title=None, scale=alt.Scale(
             domain=["no other is better in both", "another is better in both"], range=["circle", "cross"])),
         tooltip=["setting:N", "KL:Q", "KB:Q", "tok/s:Q", "to uniform:N"])
-    names = base.mark_text(align="left", dx=7, dy=-5, fontSize=10).encode(x=x, y=y, text="label:N", color=alt.Color("kind:N", scale=kinds))
+    def names(below: bool, **where):  # what is below the line of the uniform types is named there, away from their names
+        return base.transform_filter(f"datum.below == {str(below).lower()}").mark_text(fontSize=10, **where).encode(
+            x=x, y=y, text="label:N", color=alt.Color("kind:N", scale=kinds))
+
+    labels = names(True, align="right", dx=-7, dy=7) + names(False, align="left", dx=7, dy=-5)
     from .memory import format_bytes
 
     title = alt.TitleParams(f"{os.path.basename(report.model)}, {format_bytes(report.cache_bytes)} for experts",
                             subtitle=f"to all experts as {shown(report.own)}; {report.n_scored} tokens; bars: standard errors")
-    return (line + bars + marks + names).properties(width=WIDTH, height=HEIGHT, title=title)
+    return (line + bars + marks + labels).properties(width=WIDTH, height=HEIGHT, title=title)
 
 
 def _row(p) -> dict:
@@ -73,7 +77,7 @@ def _row(p) -> dict:
     error = p.kl.error or 0.0
     s = p.setting
     label = s.name if s.uniform else f"{s.name} {s.t1:g}/{s.t2:g}"
-    return {"setting": str(s), "label": label + ("" if s.policy == "hobbit" else f" {s.policy}"), "kind": "uniform type" if s.uniform else "mixed pair", "KL": p.kl.value,
+    return {"setting": str(s), "label": label + ("" if s.policy == "hobbit" else f" {s.policy}"), "kind": "uniform type" if s.uniform else "mixed pair", "KL": p.kl.value, "below": p.over_uniform is not None and p.over_uniform.value < 1,
             "lower": max(p.kl.value - error, p.kl.value / 10), "upper": p.kl.value + error, "KB": p.bytes_per_token / 1000,
             "tok/s": p.tokens_per_second, "pareto": "no other is better in both" if p.pareto else "another is better in both",
             "to uniform": "-" if p.over_uniform is None else change(p.over_uniform)}
