@@ -55,7 +55,7 @@ def grid(models: Models, ladder: list[str], quality: dict[str, Value], max_kl: f
     out = [Setting(*models.uniform(t), 1.0, 1.0) for t in highs]
     order = [models.own, *judged]
     for high in highs:
-        lows = order[order.index(high) + 1:]
+        lows = [low for low in order[order.index(high) + 1:] if models.possible(high, low)]
         out += [Setting(*models.uniform(high), t, t) for t in T1]
         out += [Setting(high, low, t1, t2) for low in lows for t1, t2 in itertools.product(T1, T2) if t2 >= t1]
     return out

@@ -50,16 +50,21 @@ class Models:
         self.folder = os.fspath(folder) if folder is not None else f"{_stem(model)}-tuning"
         self._threads, self._progress, self._say = threads, progress, say
         try:
+            with Reader(model) as given:
+                if given.get("hobbit.role") is None:
+                    check_source(given)  # told before a folder is made
             os.makedirs(self.folder, exist_ok=True)
-        except OSError as error:
-            raise ConvertError(f"cannot make the folder {self.folder} for the models that are compared: {error.strerror}") from None
-        try:
             self.source = original(model, self.folder, say)
             self._reader = Reader(self.source)
-            check_source(self._reader)
-            experts = find_experts(self._reader)
         except GGUFError as error:
             raise ConvertError(str(error)) from None
+        except FileExistsError:
+            raise ConvertError(f"{self.folder} is no folder: give another one for the models that are compared") from None
+        try:
+            experts = find_experts(self._reader)
+        except BaseException:
+            self._reader.close()
+            raise
         self.stem, self._id = _stem(self.source), source_id(self._reader)
         widest = max(experts, key=lambda c: c.tensor.type.bits)
         self.own, self._own_bits = widest.tensor.type.name, widest.tensor.type.bits
@@ -76,7 +81,7 @@ class Models:
         ConvertError for a given type that cannot be made.
         """
         if types is None:
-            names = [t for t in LADDER if ggml.type_info(t).bits < self._own_bits]
+            names = [t for t in LADDER if ggml.type_info(t).bits < self._own_bits and self.possible(*self.uniform(t))]
             if not names:
                 raise ConvertError(f"{self.source} has experts of {self.own}: nothing narrower to compare with; give the model it was made from")
         else:
@@ -107,8 +112,20 @@ class Models:
 
     def _plan(self, high: str, low: str):
         experts = find_experts(self._reader)
-        choose_types(self._reader, experts, "keep" if high == self.own else high, low, False, True)
+        choose_types(self._reader, experts, self.asked(high), low, False, True)
         return experts
+
+    def asked(self, high: str) -> str:
+        """As convert() takes it. Where the source has several types, its narrower tensors stay as they are."""
+        return "keep" if high == self.own else f"<={high}"
+
+    def possible(self, high: str, low: str) -> bool:
+        """Can the pair be made? Not where a low copy would not be smaller than its high one."""
+        try:
+            self._plan(high, low)
+        except ConvertError:
+            return False
+        return True
 
     def layers(self, recorded: np.ndarray, high: str, low: str) -> np.ndarray:
         """simulate.LAYER [n_layers] of a pair, made or not; recorded: the same of the reference."""
@@ -139,7 +156,7 @@ class Models:
             return path
         link = high == self.own
         self._say(f"making {path} ({format_bytes(self.stored(high, low) - (self.stored(high, None) if link else 0))} of experts)")
-        convert(self.source, path, "keep" if link else high, low, link=link, force=True, threads=self._threads, progress=self._progress)
+        convert(self.source, path, self.asked(high), low, link=link, force=True, threads=self._threads, progress=self._progress)
         return path
 
     def _usable(self, path: str) -> bool:

@@ -278,7 +278,7 @@ def _deliver(models: Models, s: Setting, output, force: bool, threads, progress:
     if output is None:
         return models.pair(s.high, s.low)
     say(f"writing {output}")
-    convert(models.source, output, "keep" if s.high == models.own else s.high, s.low, force=force, threads=threads, progress=progress)
+    convert(models.source, output, models.asked(s.high), s.low, force=force, threads=threads, progress=progress)
     return output
 
 

@@ -170,7 +170,7 @@ def frontier(model, *, text, cache, types=None, pairs=None, thresholds=THRESHOLD
         pass
     with Models(model, work, threads=arguments.get("n_threads"), progress=progress, say=say) as models:
         names = models.ladder(types)
-        pairs = default_pairs(names) if pairs is None else [tuple(models.check(t) for t in p) for p in pairs]
+        pairs = [p for p in default_pairs(names) if models.possible(*p)] if pairs is None else [tuple(models.check(t) for t in p) for p in pairs]
         settings = [Setting(*models.uniform(t), 1.0, 1.0, policy) for policy in policies for t in (models.own, *names)]
         settings += [Setting(high, low, t1, t2, policy, low_fraction)
                      for (high, low), (t1, t2), policy in itertools.product(pairs, thresholds, policies)]

@@ -116,7 +116,7 @@ def test_uniform_types_are_judged_as_far_as_needed():
         judged.append(kind)
         return types.SimpleNamespace(kl_mean=Value(kl[kind]))
 
-    models = types.SimpleNamespace(uniform=lambda t: (t, "q2_k"), pair=lambda high, low: f"{high}.gguf", own="f16")
+    models = types.SimpleNamespace(uniform=lambda t: (t, "q2_k"), pair=lambda high, low: f"{high}.gguf", own="f16", possible=lambda high, low: True)
     bench = types.SimpleNamespace(quality=quality, models=models)
     found = search.judge_types(bench, list(kl), 0.01, lambda text: None)
     assert judged == ["q3_k", "q4_k", "q5_k", "q6_k"]

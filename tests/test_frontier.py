@@ -107,6 +107,23 @@ def test_sizes_where_rows_do_not_fit(tmp_path):
         assert made["high_bytes"][0, 2] > made["low_bytes"][0, 2]  # down: rows of 96 hold no k-quants
 
 
+def test_a_source_of_several_types(tmp_path):
+    """As in a Q4_K_M: what is narrower already stays as it is, and pairs whose low copy would not be smaller are not made."""
+    source = makers.make_model(tmp_path / "m.gguf", "llama", types=lambda name: "q6_k" if "down" in name else "q4_k")
+    with Models(source, tmp_path / "w", threads=1) as m:
+        assert m.own == "q6_k" and m.ladder() == ["q5_k", "q4_k", "q3_k", "q2_k"]
+        recorded = simulate.read_layers(m.pair(*m.reference))
+        made = simulate.read_layers(m.pair("q5_k", "q2_k"))
+        assert np.array_equal(m.layers(recorded, "q5_k", "q2_k"), made)
+        assert (made["high_bytes"][:, :2] == recorded["high_bytes"][:, :2]).all() and (made["high_bytes"][:, 2] < recorded["high_bytes"][:, 2]).all()
+        assert m.possible("q5_k", "q3_k") and not m.possible("q5_k", "q4_k")
+    with pytest.raises(ConvertError, match="no routed experts"):
+        Models(makers.make_model(tmp_path / "dense.gguf", "llama", n_dense=2), tmp_path / "other")
+    with pytest.raises(ConvertError, match="none.gguf"):
+        Models(tmp_path / "none.gguf", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 def test_models_are_used_again(tmp_path):
     source = makers.make_model(tmp_path / "a.gguf")
     said = []
