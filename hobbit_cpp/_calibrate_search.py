@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ._evaluate_stats import Value
 from ._tuning_measure import Bench, Measured, Setting
-from ._tuning_models import Models
+from ._tuning_models import Models, shown
 from ._tuning_predict import Prediction, Predictor
 from .settings import POLICIES
 
@@ -39,7 +39,7 @@ def judge_types(bench: Bench, ladder: list[str], max_kl: float, say) -> dict[str
     within = 0
     for kind in reversed(ladder):
         found[kind] = bench.quality(kind).kl_mean
-        say(f"all experts {bench.models.pair(*bench.models.uniform(kind))}: mean KL {found[kind].value:.5f}")
+        say(f"all experts {shown(kind)}: mean KL {found[kind].value:.5f}")
         within += found[kind].value <= max_kl
         if within > ABOVE:
             break
