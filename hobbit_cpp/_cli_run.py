@@ -6,7 +6,7 @@ import os
 import sys
 
 from . import memory, stats
-from .memory import format_bytes
+from .memory import format_budget, format_bytes
 
 
 def open_model(args, **more):
@@ -40,7 +40,7 @@ def run(args) -> int:
             raise ValueError(f"{args.model} has no chat template: leave out --chat")
         if llm.profile:
             p = llm.offload_stats()["settings"]
-            print(f"[profile {llm.profile}: T1 {p['t1']:g}, T2 {p['t2']:g}, policy {p['policy']}, cache {_cache(p['cache_bytes'])}]", file=sys.stderr)
+            print(f"[profile {llm.profile}: T1 {p['t1']:g}, T2 {p['t2']:g}, policy {p['policy']}, cache {format_budget(p['cache_bytes'])}]", file=sys.stderr)
         chat = has_template(llm) and not args.raw
         talk = (_Chat if chat else _Text)(llm, args)
         if prompt is None:
@@ -51,10 +51,6 @@ def run(args) -> int:
         if args.stats:
             print(stats.table(llm.offload_stats()), file=sys.stderr)
     return 0
-
-
-def _cache(given) -> str:
-    return format_bytes(given) if isinstance(given, int) else given
 
 
 def _prompt(args) -> str | None:

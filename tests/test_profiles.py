@@ -76,7 +76,9 @@ def test_the_command_says_so(hobbit, model, profile):
 
 
 def test_evaluate_measures_what_loading_would_do(model, profile):
-    run = evaluate(model, text=engine.SAMPLE_TEXT, n_ctx=32, chunks=1, n_threads=1, n_threads_batch=1).runs[0]
+    report = evaluate(model, text=engine.SAMPLE_TEXT, n_ctx=32, chunks=1, n_threads=1, n_threads_batch=1)
+    run = report.runs[0]
+    assert f"T1 0.35, T2 0.85, policy lfu, cache 3.0 MiB\nprofile: {profile.path}\n" in report.table()
     assert (run.settings["t1"], run.settings["policy"], run.settings["profile"]) == (0.35, "lfu", profile.path)
 
 
