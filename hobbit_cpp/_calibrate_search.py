@@ -32,6 +32,10 @@ class Finalist:
     def kl(self) -> Value:
         return self.measured.divergence.kl_mean
 
+    def within(self, max_kl: float) -> bool:
+        # a uniform type was judged in batches; token by token only roundings differ
+        return min(self.kl.value, self.predicted.kl if self.predicted.setting.uniform else self.kl.value) <= max_kl
+
 
 def judge_types(bench: Bench, ladder: list[str], max_kl: float, say) -> dict[str, Value]:
     """{type: mean KL of all experts at it}, from the narrowest up to ABOVE types past the first within the limit."""
@@ -83,9 +87,8 @@ def choose(bench: Bench, candidates: list[Prediction], max_kl: float, cache_byte
     measured: list[Finalist] = []
     chosen = None
     while len(measured) < FINALISTS:
-        ratio = _ratio(measured)
         done = {f.predicted.setting for f in measured}
-        left = [p for p in candidates if p.setting not in done and (p.kl if p.setting.uniform else p.kl * ratio) <= max_kl]
+        left = [p for p in standing(candidates, measured, max_kl) if p.setting not in done]
         if not left or (chosen and left[0].bytes_per_token >= chosen.predicted.bytes_per_token):
             break
         if len(measured) == FINALISTS - 1 and chosen is None:  # the last try: what is surest
@@ -94,11 +97,19 @@ def choose(bench: Bench, candidates: list[Prediction], max_kl: float, cache_byte
         say(f"measured {f.predicted.setting}: mean KL {f.kl.value:.5f} (predicted {f.predicted.kl:.5f}), "
             f"{f.measured.bytes_per_token / 1000:,.0f} kB a token (predicted {f.predicted.bytes_per_token / 1000:,.0f})")
         measured.append(f)
-        # a uniform type was judged in batches; token by token only roundings differ
-        within = min(f.kl.value, f.predicted.kl if f.predicted.setting.uniform else f.kl.value) <= max_kl
-        if within and (chosen is None or f.predicted.bytes_per_token < chosen.predicted.bytes_per_token):
+        if f.within(max_kl) and (chosen is None or f.predicted.bytes_per_token < chosen.predicted.bytes_per_token):
             chosen = f
     return chosen, measured
+
+
+def standing(candidates: list[Prediction], measured: list[Finalist], max_kl: float) -> list[Prediction]:
+    """Those that are within the limit as far as is known: by measurement, else by the corrected prediction."""
+    known, ratio = {f.predicted.setting: f for f in measured}, _ratio(measured)
+
+    def good(p):
+        return known[p.setting].within(max_kl) if p.setting in known else (p.kl if p.setting.uniform else p.kl * ratio) <= max_kl
+
+    return [p for p in candidates if good(p)]
 
 
 def _ratio(measured: list[Finalist]) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import waterfill
-from ._calibrate_search import SKIP_AT, Finalist, choose, grid, judge_types, shortlist
+from ._calibrate_search import SKIP_AT, Finalist, choose, grid, judge_types, shortlist, standing
 from ._evaluate_stats import Value
 from ._progress import Progress
 from ._tuning_measure import N_CTX, Bench, Measured, Setting, budget_bytes, check_budget, spread
@@ -68,8 +68,8 @@ class Calibration:
     equal_uniform: float | None
     ceiling: waterfill.Ceiling | None
     ceiling_gain: float | None
-    best_uniform: tuple[str, float] | None  # within the limit: type, predicted bytes
-    best_mixed: tuple[str, float] | None    # likewise, predicted
+    best_uniform: tuple[str, float] | None  # within the limit as far as is known: name, predicted bytes
+    best_mixed: tuple[str, float] | None    # likewise
     fits: list[str]
     storage_bytes: int
 
@@ -124,7 +124,7 @@ class Calibration:
             text = f"Take {shown(s.high)} for all experts (policy {s.policy}): "
             if self.best_mixed:
                 more = 100 * (self.best_mixed[1] / self.predicted_bytes - 1) if self.predicted_bytes else 0
-                text += f"no mixed setting within the limit loads less; the best, {self.best_mixed[0]}, would load {more:.0f} % more."
+                text += f"no mixed setting within the limit loads less; the best, {self.best_mixed[0]}, loads {more:.0f} % more."
             else:
                 text += "no mixed setting is within the limit."
         else:
@@ -213,6 +213,7 @@ def calibrate(model, *, text, budget, max_kl: float, types=None, n_ctx: int = N_
             if not candidates:
                 raise ValueError(f"no setting is within a mean KL of {max_kl:g} under {format_bytes(cache)}: give more --budget or a higher --max-kl")
             chosen, finalists = choose(bench, candidates, max_kl, cache, say)
+        left = standing(candidates, finalists, max_kl)
         if chosen is None:
             raise ValueError(f"none of the {len(finalists)} settings measured is within a mean KL of {max_kl:g}, though they were predicted to be: "
                              "give a higher --max-kl or more --chunks")
@@ -228,7 +229,7 @@ def calibrate(model, *, text, budget, max_kl: float, types=None, n_ctx: int = N_
             model=path, profile=path_for(path), source=models.source, own=models.own, text=os.fspath(text), setting=setting, cache_bytes=cache,
             max_kl=float(max_kl), speed=speed, uniform=uniform, n_predicted=bar.done, finalists=finalists,
             predicted_bytes=chosen.predicted.bytes_per_token, predicted_kl=chosen.predicted.kl, fitted=chosen.measured, unseen=unseen, n_tokens=n_tokens,
-            equal_uniform=line, ceiling=ceiling, ceiling_gain=ceiling_gain, best_uniform=_best(candidates, True), best_mixed=_best(candidates, False),
+            equal_uniform=line, ceiling=ceiling, ceiling_gain=ceiling_gain, best_uniform=_best(left, True), best_mixed=_best(left, False),
             fits=[t for t in ladder if t in uniform and uniform[t].value <= max_kl and models.stored(t, None) <= cache],
             storage_bytes=models.stored(setting.high, None if setting.uniform else setting.low))
         if not result.quality_kept:
@@ -259,7 +260,7 @@ def _comparison(predictor: Predictor, models: Models, uniform: dict[str, Value],
     if equal is None:
         return equal_bytes, None, None
     equal_bits = equal[0]
-    most = max(equal_bits, max(bits for bits, _, _ in known) if s.uniform else models.bits(s.high))
+    most = max(equal_bits, models.bits(models.own if s.uniform else s.high))
     used = predictor.trace.rows["expert"] >= 0
     ceiling = waterfill.ceiling(np.asarray(predictor.g, np.float64)[used], equal_bits, most)
     ends = [_bytes_at(known, bits) for bits in (ceiling.bits, ceiling.mean_bits)]

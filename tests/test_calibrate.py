@@ -62,7 +62,7 @@ def test_report(found):
     mixed = dataclasses.replace(found, setting=Setting("q5_k", "q3_k", 0.7, 1.0), predicted_bytes=90.0, best_uniform=("q5_k", 100.0))
     assert mixed.report().startswith("Take q5_K+q3_K, T1 0.7, T2 1. It loads 10 % less than the best uniform type within the limit, q5_K.")
     plain = dataclasses.replace(found, setting=Setting("q5_k", "q2_k", 1.0, 1.0), predicted_bytes=100.0, best_mixed=("q5_K+q3_K", 110.0))
-    assert "Take q5_K for all experts (policy hobbit): no mixed setting within the limit loads less; the best, q5_K+q3_K, would load 10 % more." in plain.report()
+    assert "Take q5_K for all experts (policy hobbit): no mixed setting within the limit loads less; the best, q5_K+q3_K, loads 10 % more." in plain.report()
 
 
 def test_every_prediction(found, work):
@@ -105,6 +105,7 @@ def test_what_is_over_the_limit_when_measured_is_not_taken():
     assert [s.t1 for s in bench.measured] == [0.1, 0.3] and chosen.predicted is candidates[2] and len(measured) == 2
     bench = FakeBench(lambda s: 0.004 if s.uniform else 0.5)
     assert search.choose(bench, candidates, 0.01, 1, lambda text: None)[0].predicted.setting.uniform
+    assert [p.setting.t1 for p in search.standing(candidates, measured, 0.01)] == [0.3, 1.0]
     assert search.choose(FakeBench(lambda s: 0.5), candidates[:3], 0.01, 1, lambda text: None)[0] is None
 
 
