@@ -9,6 +9,7 @@ docs/choosing-settings.md says how to use it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from dataclasses import dataclass
@@ -280,6 +281,8 @@ def _deliver(models: Models, s: Setting, output, force: bool, threads, progress:
         return models.pair(s.high, s.low)
     say(f"writing {output}")
     convert(models.source, output, models.asked(s.high), s.low, force=force, threads=threads, progress=progress)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path_for(output))  # of the pair that was replaced
     return output
 
 

@@ -154,6 +154,7 @@ def test_no_profile_for_a_broken_promise(hobbit, work, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Bench, "measure", measure)
     out = tmp_path / "out.gguf"
+    (tmp_path / "out.profile.json").write_text("of a pair that was there before")
     status, text, err = hobbit("calibrate", engine.DEFAULT_MODEL, "--text", engine.SAMPLE_TEXT, "--budget", "3MiB", "--types", "q5_K", "--ctx", 32, "--chunks", 1,
                                "--threads", 1, "--work", work, "--max-kl", 10, "-o", out)
     assert status == 1 and "OVER THE LIMIT" in text and "no profile was written" in text
