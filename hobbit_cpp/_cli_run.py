@@ -6,7 +6,7 @@ import os
 import sys
 
 from . import memory, stats
-from .memory import format_bytes
+from .memory import format_budget, format_bytes
 
 
 def open_model(args, **more):
@@ -38,6 +38,9 @@ def run(args) -> int:
     with open_model(args) as llm:
         if args.chat and not has_template(llm):
             raise ValueError(f"{args.model} has no chat template: leave out --chat")
+        if llm.profile:
+            p = llm.offload_stats()["settings"]
+            print(f"[profile {llm.profile}: T1 {p['t1']:g}, T2 {p['t2']:g}, policy {p['policy']}, cache {format_budget(p['cache_bytes'])}]", file=sys.stderr)
         chat = has_template(llm) and not args.raw
         talk = (_Chat if chat else _Text)(llm, args)
         if prompt is None:

@@ -63,7 +63,7 @@ def trace(args) -> int:
         raise ValueError(f"{args.output} exists: give --force to overwrite it")
     with open(args.text, "rb") as f:
         text = f.read()
-    vars(args).update(ctx=args.window, verbose=False, t1=1.0, t2=None, policy=None, low_fraction=None, io_threads=None, no_direct_io=False,
+    vars(args).update(ctx=args.window, verbose=False, t1=1.0, t2=None, policy=None, low_fraction=None, io_threads=None, no_direct_io=False, no_profile=True,
                       host_copies=None, miss=None)
     # logits of all tokens: the last layer leaves out those that give none
     with open_model(args, n_batch=BATCH, n_ubatch=BATCH, logits_all=True) as llm:

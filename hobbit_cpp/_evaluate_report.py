@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ._evaluate_pairs import PairScores
 from ._evaluate_stats import Divergence, Value
 from ._evaluate_structured import JsonScores, ToolScores
-from .memory import format_bytes
+from .memory import format_budget, format_bytes
 
 TITLES = {"served": "as served", "worst": "worst case", "high": "all high", "ordinary": "ordinary file", "reference": "reference"}
 
@@ -26,6 +26,7 @@ class Run:
     pairs, json, tools   minimal pairs; JSON under a grammar; the structure of tool calls
     totals      counters of the whole run (stats.py), None for an ordinary GGUF
     settings    those in force (Llama.offload_stats), None for an ordinary GGUF
+    passes, pass_seconds   forward passes over the text and pairs, and the time they took
     seconds     it took, loading included
     """
     mode: str
@@ -37,6 +38,8 @@ class Run:
     tools: ToolScores | None
     totals: dict | None
     settings: dict | None
+    passes: int
+    pass_seconds: float
     seconds: float
 
 
@@ -86,7 +89,9 @@ class Report:
             if with_settings.mode == "high":
                 lines[0] += ": every expert at high precision"
             else:
-                lines[0] += f": T1 {s['t1']:g}, T2 {s['t2']:g}, policy {s['policy']}, cache {s['cache_bytes']}"
+                lines[0] += f": T1 {s['t1']:g}, T2 {s['t2']:g}, policy {s['policy']}, cache {format_budget(s['cache_bytes'])}"
+            if s["profile"]:
+                lines.append(f"profile: {s['profile']}")
         if self.reference is not None:
             lines.append(f"reference: {'the same file' if self.reference.model == self.model else self.reference.model}"
                          + (", every expert at high precision" if self.reference.settings else ""))

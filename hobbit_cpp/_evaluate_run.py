@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import tempfile
+import time
 
 from . import bindings  # noqa: F401  before llama_cpp: it makes llama_cpp use our libraries
 
@@ -27,6 +28,7 @@ class Runner:
     def __init__(self, llm, one_by_one: bool, meter: Progress):
         self.llm, self.one_by_one, self.meter = llm, one_by_one, meter
         self.n_vocab = llm.n_vocab()
+        self.passes, self.seconds = 0, 0.0  # in forward passes
         self._rows = max(1, min(llm.n_batch, LOGITS_BYTES // (4 * self.n_vocab)))
 
     def reset(self) -> None:
@@ -51,7 +53,10 @@ class Runner:
     def _decode(self, tokens, n_past: int, scored: bool) -> np.ndarray:
         llm = self.llm
         llm._batch.set_batch(batch=tokens, n_past=n_past, logits_all=scored)
+        start = time.perf_counter()
         llm._ctx.decode(llm._batch)
+        self.seconds += time.perf_counter() - start
+        self.passes += 1
         n = len(tokens) if scored else 1
         return np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(n * self.n_vocab,)).reshape(n, self.n_vocab)
 

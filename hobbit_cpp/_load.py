@@ -14,6 +14,7 @@ from gguf_tools.errors import GGUFError
 from gguf_tools.reader import Reader
 
 from . import memory, model_memory
+from .profiles import read_profile
 from .settings import DEFAULTS, Settings, check_int
 
 # {name: default} of llama_cpp.Llama's arguments
@@ -102,6 +103,14 @@ def check_context(need: model_memory.Need, arguments: dict) -> None:
     if need.kv_cache > room:
         raise ValueError(f"n_ctx is {arguments.get('n_ctx', BASE_ARGUMENTS['n_ctx'])}: its KV cache takes {memory.format_bytes(need.kv_cache)}, but "
                          f"{memory.format_bytes(room)} are available; give a smaller n_ctx")
+
+
+def apply_profile(settings: Settings, path: str, metadata) -> tuple[Settings, str | None]:
+    """(settings, with those of the profile beside the model where none were given; the profile's path, None if there is none)."""
+    profile = read_profile(path, metadata.get("hobbit.pair_id"))
+    if profile is None:
+        return settings, None
+    return Settings(**profile.merged(settings.given)), profile.path
 
 
 def make_params(settings: Settings, path: str, need: model_memory.Need, n_used: int, n_gpu_layers=None) -> b.hobbit_params:

@@ -1,4 +1,4 @@
-"""The command hobbit: run, convert, info, demo, bench, evaluate, trace, simulate."""
+"""The command hobbit: run, convert, info, demo, bench, evaluate, trace, simulate, frontier, calibrate."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def add_offload_arguments(p: argparse.ArgumentParser) -> None:
     g.add_argument("--cache", metavar="SIZE", help="memory for experts: 8GiB, 512MiB, 25%%, min, or auto (default: auto)")
     g.add_argument("--policy", choices=POLICIES, help="which expert gives up its place (default: hobbit)")
     g.add_argument("--low-fraction", type=float, metavar="X", help="share of that memory for low copies (default: 0)")
+    g.add_argument("--no-profile", action="store_true", help="leave aside what hobbit calibrate found for this model (NAME.profile.json)")
     g.add_argument("--io-threads", type=int, metavar="N", help="reads in flight (default: 4)")
     g.add_argument("--no-direct-io", action="store_true", help="read through the page cache")
     g.add_argument("--host-copies", metavar="SIZE", help="copies of experts in RAM: all, none, 16GiB of them, or auto (default: on a GPU as many as fit)")
@@ -47,13 +48,13 @@ def llama_arguments(args) -> dict:
     given = {"t1": args.t1, "t2": args.t2, "cache_bytes": args.cache, "policy": args.policy, "low_fraction": args.low_fraction,
              "n_io_threads": args.io_threads, "direct_io": False if args.no_direct_io else None,
              "host_copies": {"all": True, "none": False}.get(args.host_copies, args.host_copies), "miss": args.miss,
-             "n_gpu_layers": args.gpu_layers, "n_threads": args.threads, "n_threads_batch": args.threads}
+             "profile": False if args.no_profile else None, "n_gpu_layers": args.gpu_layers, "n_threads": args.threads, "n_threads_batch": args.threads}
     return {k: v for k, v in given.items() if v is not None}
 
 
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="hobbit", description=DESCRIPTION, epilog=EPILOG)
-    p.add_argument("--version", action="version", version=f"hobbit-cpp {__version__}")
+    p.add_argument("-V", "--version", action="version", version=f"hobbit-cpp {__version__}")
     commands = p.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     run = commands.add_parser("run", help="generate text, or chat", description="Generate text from a prompt; without a prompt, chat.")
@@ -93,8 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     add_evaluate_arguments(evaluate)
     add_model_arguments(evaluate, "tokens of a chunk, of which the second half counts (default: 512)")
     add_offload_arguments(evaluate)
-    from ._cli_trace import add_parsers
-    add_parsers(commands)
+    from . import _cli_calibrate, _cli_frontier, _cli_trace
+    _cli_trace.add_parsers(commands)
+    _cli_frontier.add_parser(commands)
+    _cli_calibrate.add_parser(commands)
     return p
 
 

@@ -201,7 +201,7 @@ def _uninterrupted():
 
 def _write_headers(reader: Reader, experts: list[Copies], m: StreamWriter, s: StreamWriter,
                    high: str, low: str, link: bool) -> None:
-    source = _source_id(reader)
+    source = source_id(reader)
     pair = _pair_id(source, experts)
 
     m.copy_metadata(reader, drop=("split.",))
@@ -238,7 +238,7 @@ def _write_headers(reader: Reader, experts: list[Copies], m: StreamWriter, s: St
     s.begin_data()
 
 
-def _source_id(reader: Reader) -> str:
+def source_id(reader: Reader) -> str:
     """SHA-256 over metadata (packed, in file order, without split.*), then tensor names, shapes and types.
 
     Equal for a model and its split form.

@@ -29,11 +29,45 @@ from ._progress import Progress
 from .llama import Llama
 from .settings import DEFAULTS, check_int
 
-__all__ = ["Divergence", "MODES", "Report", "Run", "Value", "evaluate"]
+__all__ = ["Divergence", "Evaluator", "MODES", "Report", "Run", "Value", "evaluate"]
 
 MODES = ("served", "worst")
 N_CTX = 512
 OTHER_N_CTX = 512  # at least that much context where sentences or tool calls are read
+
+
+class Evaluator:
+    """One reference and one text, many settings: the reference runs once, its logits wait in a temporary file.
+
+        with Evaluator(reference, text="book.txt", n_ctx=256, pick=lambda chunks: chunks[:16]) as e:
+            run = e.measure("pair.gguf", "served", t1=0.7, t2=1.0, cache_bytes=2**30)
+
+    reference, text, n_ctx, arguments as for evaluate(); pick takes from the text's chunks (lists of tokens) those to use.
+    """
+
+    def __init__(self, reference, *, text, n_ctx: int = N_CTX, pick=None, progress: bool = False, **arguments):
+        self._work = _Work(reference, text, n_ctx, None, None, None, False, progress, pick)
+        self._base = _run(self._work, "reference", self._work.model, _of_reference(arguments, _is_dual(self._work.model)), None)
+
+    @property
+    def chunks(self) -> list[list[int]]:
+        """The tokens of each chunk. All but a chunk's last go through a model that is measured."""
+        return self._base.tokens[1]
+
+    def measure(self, model, mode: str, **arguments) -> Run:
+        """A run under a setting against the reference. mode "served" and "worst" as for evaluate(), token by token even where
+        t1 is 1; "high": in batches."""
+        more = {"force_miss": True} if mode == "worst" else {}
+        return _run(self._work, mode, _load.check_path(model), {**arguments, **more}, self._base).report(self._base)
+
+    def close(self) -> None:
+        self._base.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
 
 
 def evaluate(model, *, text=None, reference=None, modes=None, n_ctx: int = N_CTX, chunks: int | None = None, pairs=None,
@@ -90,8 +124,9 @@ def evaluate(model, *, text=None, reference=None, modes=None, n_ctx: int = N_CTX
 class _Work:
     """What every run does, checked."""
 
-    def __init__(self, model, text, n_ctx, chunks, pairs, n_pairs, structured, progress):
+    def __init__(self, model, text, n_ctx, chunks, pairs, n_pairs, structured, progress, pick=None):
         self.model = _load.check_path(model)
+        self.pick = pick
         self.text, self.structured, self.progress = text, structured, progress
         if text is None and pairs is None and not structured:
             raise ValueError("there is nothing to evaluate: give a text, minimal pairs, or structured")
@@ -133,6 +168,8 @@ class _Found:
     json: structured_.JsonScores | None = None
     totals: dict | None = None
     settings: dict | None = None
+    passes: int = 0
+    pass_seconds: float = 0.0
     seconds: float = 0.0
 
     def report(self, base) -> Run:
@@ -141,7 +178,8 @@ class _Found:
             divergence=self.text.divergence() if self.text and base else None,
             pairs=None if self.margins is None else pairs_.score(self.work.pairs, self.margins, base and base.margins),
             json=self.json, tools=None if self.calls is None else structured_.score_calls(self.calls, base and base.calls),
-            totals=self.totals, settings=self.settings, seconds=self.seconds)
+            totals=self.totals, settings=self.settings, passes=self.passes,
+            pass_seconds=self.pass_seconds, seconds=self.seconds)
 
     def close(self) -> None:
         if self.store:
@@ -194,6 +232,7 @@ def _run(work: _Work, mode: str, path: str, arguments: dict, base: _Found | None
         if llm.is_offloaded:
             s = llm.offload_stats()
             found.totals, found.settings = s["totals"], s["settings"]
+        found.passes, found.pass_seconds = runner.passes, runner.seconds
     found.seconds = time.perf_counter() - start
     return found
 
@@ -201,6 +240,8 @@ def _run(work: _Work, mode: str, path: str, arguments: dict, base: _Found | None
 def _do(work: _Work, runner: Runner, found: _Found, base: _Found | None) -> None:
     llm = runner.llm
     chunks = text_chunks(llm, work.text, work.n_ctx, work.chunks) if work.text is not None else []
+    if work.pick:
+        chunks = work.pick(chunks)
     sentences = pairs_.tokenize(runner, work.pairs) if work.pairs else []
     calls = [structured_.label(runner, structured_.document(tools)) for tools in structured_.DOCUMENTS] if work.structured else []
     found.n_chunks, found.tokens = len(chunks), (runner.n_vocab, chunks, [tokens for tokens, _ in calls])

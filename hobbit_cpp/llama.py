@@ -23,7 +23,7 @@ from . import _load, _log, stats
 from ._hooks import Hooks
 from ._parts import Closed, Context, Generation
 from .errors import HobbitError
-from .settings import MISS, POLICIES, Settings, check_int, check_policy, check_thresholds
+from .settings import MISS, POLICIES, Settings, check_bool, check_int, check_policy, check_thresholds
 
 __all__ = ["HobbitError", "Llama"]
 
@@ -62,6 +62,9 @@ class Llama(llama_cpp.Llama):
             served at high precision. True, False, or "auto" (default): where the slots are on a GPU.
         cpu_batch: Tokens of the largest batch whose misses the CPU computes, 1 to 512, default 16; larger ones are fetched.
         miss_speeds: (link, CPU) in bytes/s, to divide misses by instead of measured speeds.
+        profile: False: leave aside the settings that `hobbit calibrate` wrote beside the model (NAME.profile.json). By
+            default they take the place of the defaults of t1, t2, policy, policy_weights, low_fraction and cache_bytes;
+            what is given here comes first. The attribute `profile` says which file was used, None if none.
 
     For a dual GGUF use_mmap is False unless given: what stays resident then lies in memory that the page
     cache cannot push out.
@@ -74,7 +77,7 @@ class Llama(llama_cpp.Llama):
 
     def __init__(self, model_path, *, t1=None, t2=None, cache_bytes=None, policy=None, policy_weights=None, low_fraction=None,
                  n_io_threads=None, direct_io=None, force_miss=None, host_copies=None, miss=None, admit=None,
-                 preload=None, cpu_batch=None, miss_speeds=None, **kwargs):
+                 preload=None, cpu_batch=None, miss_speeds=None, profile=None, **kwargs):
         self._stack = contextlib.ExitStack()  # close() works on an object that got no further
         self._engine = None
         self._hooks = None
@@ -85,6 +88,7 @@ class Llama(llama_cpp.Llama):
         self._settings = Settings(t1=t1, t2=t2, cache_bytes=cache_bytes, policy=policy, policy_weights=policy_weights,
                                   low_fraction=low_fraction, n_io_threads=n_io_threads, direct_io=direct_io, force_miss=force_miss,
                                   host_copies=host_copies, miss=miss, admit=admit, preload=preload, cpu_batch=cpu_batch, miss_speeds=miss_speeds)
+        self.profile, self._use_profile = None, profile is None or check_bool("profile", profile)
         path = _load.check_path(model_path)
         if kwargs.get("lora_path") is not None:
             kwargs["lora_path"] = os.fsdecode(kwargs["lora_path"])
@@ -101,6 +105,8 @@ class Llama(llama_cpp.Llama):
             need = _load.need_of(metadata, path, kwargs, n_used)
             _load.check_context(need, kwargs)
             if dual:
+                if self._use_profile:
+                    self._settings, self.profile = _load.apply_profile(self._settings, path, metadata)
                 params = _load.make_params(self._settings, path, need, n_used, kwargs.get("n_gpu_layers"))
         if dual:
             kwargs.setdefault("use_mmap", False)
@@ -184,7 +190,7 @@ class Llama(llama_cpp.Llama):
         self.close()
 
     def __getstate__(self):
-        return {**super().__getstate__(), **self._settings.given}
+        return {**super().__getstate__(), **self._settings.given, "profile": self._use_profile}
 
     # --- offloading ---
 
@@ -308,7 +314,7 @@ class Llama(llama_cpp.Llama):
         mode      "mixed", "high" (t1 >= 1) or "none" (ordinary GGUF; then only mode and model are there)
         model, sidecar   paths
         settings  t1, t2, policy, policy_weights, low_fraction, n_io_threads, direct_io (in force), force_miss, cache_bytes (as given),
-                  miss, host_copies and host_pinned (in force)
+                  profile (path, None if none was used), miss, host_copies and host_pinned (in force)
         budget    budget_bytes, floor_bytes, slot_bytes, staging_bytes, record_bytes, high_bytes, low_bytes (all experts)
         groups    per set of alike layers: slots, resident copies, types, bytes of an expert, backend
         totals    counters (stats.py)
@@ -338,7 +344,7 @@ class Llama(llama_cpp.Llama):
                 "policy_weights": [_plain(w) for w in p.policy_weights] if POLICIES[p.policy] == "hobbit" else None,
                 "low_fraction": _plain(p.low_fraction), "n_io_threads": p.n_io_threads, "direct_io": bool(info.direct_io),
                 "force_miss": bool(p.force_miss), "cache_bytes": self._settings.cache_bytes,
-                "miss": MISS[info.miss], "host_copies": info.host_bytes > 0, "host_pinned": bool(info.host_pinned),
+                "profile": self.profile, "miss": MISS[info.miss], "host_copies": info.host_bytes > 0, "host_pinned": bool(info.host_pinned),
             },
             "budget": {k: v for k, v in _dict(info).items() if k.endswith("_bytes")},
             "groups": groups,

@@ -51,6 +51,11 @@ def format_bytes(n: float) -> str:
     raise AssertionError
 
 
+def format_budget(cache_bytes) -> str:
+    """A cache_bytes argument for people: "25%" as it was given, bytes with a unit."""
+    return format_bytes(cache_bytes) if isinstance(cache_bytes, int) else str(cache_bytes)
+
+
 # --- readings ---
 
 @dataclass(frozen=True)

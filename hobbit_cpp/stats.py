@@ -54,6 +54,7 @@ def settings_lines(s: dict) -> list[str]:
           f"for {g['n_layers']} layers of {g['n_expert']} experts" for g in s["groups"]),
         *([f"{format_bytes(b['host_bytes'])} of copies in {'pinned ' if p['host_pinned'] else ''}host memory; misses: {'divided between link and CPU' if p['miss'] == 'auto' else p['miss']}"]
           if p["host_copies"] else []),
+        *([f"profile {p['profile']}"] if p["profile"] else []),
         f"T1 {p['t1']:g}, T2 {p['t2']:g}, policy {p['policy']}, {p['n_io_threads']} {'direct' if p['direct_io'] else 'buffered'} reads at a time",
     ]
 
