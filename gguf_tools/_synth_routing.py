@@ -99,14 +99,15 @@ def load_trace(path, experts, used):
     k = rows["expert"].reshape(len(rows), -1).shape[1]
     if k != used:
         raise SynthError(f"{path} was recorded with {k} experts per token, the model uses {used}")
-    rows = rows[np.lexsort((rows["layer"], rows["pos"], rows["seq"]))]
-    layers = np.unique(rows["layer"])
-    if len(rows) % len(layers) or (rows["layer"].reshape(-1, len(layers)) != layers).any():
+    rows = rows[np.argsort(rows["layer"], kind="stable")]  # recorded in the order of time: sequences may start over
+    layers, counts = np.unique(rows["layer"], return_counts=True)
+    if (counts != counts[0]).any() or (rows[["seq", "pos"]].reshape(len(layers), -1) != rows[["seq", "pos"]][:counts[0]]).any():
         raise SynthError(f"{path} lacks some layer for some token")
-    expert = rows["expert"].reshape(-1, len(layers), k).astype(np.int64)
+    rows = rows.reshape(len(layers), -1).T
+    expert = rows["expert"].reshape(*rows.shape, k).astype(np.int64)
     if expert.max() >= experts or expert.min() < 0:
         raise SynthError(f"{path} names expert {expert.max()}, the model has {experts}")
-    logw = np.log(np.maximum(rows["weight"].reshape(-1, len(layers), k).astype(np.float32), 1e-6))
+    logw = np.log(np.maximum(rows["weight"].reshape(*rows.shape, k).astype(np.float32), 1e-6))
     gap = float((logw.max(-1) - logw.min(-1)).mean()) / max(k - 1, 1) or 1.0
     rng = np.random.default_rng(13)
     below = gap * (1 + rng.standard_exponential((*logw.shape[:2], experts), dtype=np.float32))

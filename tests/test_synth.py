@@ -9,7 +9,7 @@ import pytest
 from gguf_tools import _synth_report as report
 from gguf_tools import ggml, synth
 from gguf_tools._synth_model import SHAPES, vocabulary
-from gguf_tools._synth_routing import Routing, find_sharpness, plan_shares, top_weights
+from gguf_tools._synth_routing import Routing, SynthError, find_sharpness, load_trace, plan_shares, top_weights
 from gguf_tools.reader import Reader
 
 needs_ggml = pytest.mark.skipif(not ggml.available(), reason="libggml-base is not built")
@@ -205,6 +205,21 @@ def test_like_replays_the_trace(tmp_path):
     figures = report.planned(r, 400)
     assert figures["reuse"].mean() > figures["chance"].mean() + 0.15
     assert figures["top"].mean() > 0.2
+
+
+def test_like_takes_a_trace_whose_sequences_start_over(tmp_path):
+    """Recorded layer by layer in batches, with the same positions again and again, as of a text in pieces."""
+    rows = make_trace(tmp_path / "t.npy", n=20)
+    layers = len(np.unique(rows["layer"]))
+    logits = load_trace(tmp_path / "t.npy", 8, 2)
+    piece = rows[np.argsort(rows["layer"], kind="stable")]
+    np.save(tmp_path / "twice.npy", np.concatenate([piece, piece]))
+    twice = load_trace(tmp_path / "twice.npy", 8, 2)
+    assert twice.shape == (40, layers, 8)
+    assert (np.argsort(twice)[..., -2:] == np.argsort(np.concatenate([logits, logits]))[..., -2:]).all()
+    np.save(tmp_path / "short.npy", piece[:-1])
+    with pytest.raises(SynthError, match="lacks some layer"):
+        load_trace(tmp_path / "short.npy", 8, 2)
 
 
 def test_like_refuses_a_trace_of_another_shape(tmp_path):
