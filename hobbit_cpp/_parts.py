@@ -38,11 +38,14 @@ class Context(internals.LlamaContext):
             raise RuntimeError(f"{name} returned {code}" + (f" ({lines[-1]})" if lines else ""))
 
 
+CLOSED = "this Llama was closed: load the model again"
+
+
 class Closed:
     """In the place of a closed model's parts; the C functions behind those crash on a freed model."""
 
     def __getattr__(self, name):
-        raise RuntimeError("this Llama was closed: load the model again")
+        raise RuntimeError(CLOSED)
 
 
 class Generation:

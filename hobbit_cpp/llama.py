@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import os
 import sys
+import threading
 
 from . import bindings as b  # before llama_cpp: it makes llama_cpp use our libraries
 
@@ -21,11 +22,12 @@ import numpy as np
 
 from . import _load, _log, stats
 from ._hooks import Hooks
-from ._parts import Closed, Context, Generation
-from .errors import HobbitError
+from ._parts import CLOSED, Closed, Context, Generation
+from ._turns import Turns
+from .errors import Cancelled, HobbitError
 from .settings import MISS, POLICIES, Settings, check_int, check_policy, check_thresholds
 
-__all__ = ["HobbitError", "Llama"]
+__all__ = ["Cancelled", "HobbitError", "Llama"]
 
 PRECISION = {"low": b.HOBBIT_LOW, "high": b.HOBBIT_HIGH}
 
@@ -66,6 +68,10 @@ class Llama(llama_cpp.Llama):
     For a dual GGUF use_mmap is False unless given: what stays resident then lies in memory that the page
     cache cannot push out.
 
+    One thread at a time computes: a call while another thread's runs raises HobbitError. Statistics, settings and cancel() are
+    for every thread at any time, and close() waits for the token or batch being computed. A generation ends when something else
+    is computed with the model: the stream raises HobbitError when it is asked for more.
+
     Raises:
         TypeError: an unknown argument, or a value of the wrong type.
         ValueError: a value out of range; a file that is missing, damaged or not half of a pair; a budget below
@@ -76,6 +82,9 @@ class Llama(llama_cpp.Llama):
                  n_io_threads=None, direct_io=None, force_miss=None, host_copies=None, miss=None, admit=None,
                  preload=None, cpu_batch=None, miss_speeds=None, **kwargs):
         self._stack = contextlib.ExitStack()  # close() works on an object that got no further
+        self._turns = Turns()
+        self._current = None  # the generation whose tokens are in the context
+        self._stepping = False
         self._engine = None
         self._hooks = None
         self._last = None
@@ -141,41 +150,105 @@ class Llama(llama_cpp.Llama):
 
     # --- llama_cpp.Llama's, with more care ---
 
+    @contextlib.contextmanager
+    def _run(self):
+        """Around everything that computes or changes the context."""
+        with self._turns.run():
+            if not self._stepping:
+                self._current = None
+            yield
+
+    def _not_in_a_hook(self, what):
+        if self._hooks is not None and self._hooks.thread == threading.get_ident():
+            raise RuntimeError(f"a hook must not {what} the model that called it")
+
     def eval(self, tokens):
-        if self._hooks is not None and self._hooks.running:
-            raise RuntimeError("a hook must not run the model that called it")
-        try:
-            super().eval(tokens)
-            self._evaluated += len(tokens)
-        except BaseException:
-            self._requires_eval = True  # the logits of the pass before are gone
-            raise
+        self._not_in_a_hook("run")
+        with self._run():
+            try:
+                for i in range(0, max(1, len(tokens)), self.n_batch):
+                    self._turns.check()
+                    part = tokens[i:i + self.n_batch]
+                    super().eval(part)
+                    self._evaluated += len(part)
+            except BaseException:
+                self._requires_eval = True  # the logits of the pass before are gone
+                raise
+
+    def reset(self):
+        with self._run():
+            super().reset()
+
+    def sample(self, *args, **kwargs):
+        with self._turns.run():
+            return super().sample(*args, **kwargs)
+
+    def save_state(self):
+        with self._turns.run():
+            return super().save_state()
+
+    def load_state(self, state):
+        with self._run():
+            super().load_state(state)
+
+    def embed(self, *args, **kwargs):
+        with self._run():
+            return super().embed(*args, **kwargs)
 
     def generate(self, tokens, *args, **kwargs):
+        mine = sent = None
         generator = super().generate(tokens, *args, **kwargs)
-        self._last = last = Generation(self)
-        sent = None
         try:
             while True:
-                try:
-                    token = generator.send(sent)
-                except StopIteration:
-                    return
-                finally:
-                    last.mark()
+                with self._turns.run():
+                    if mine is None:
+                        mine = self._current = self._last = Generation(self)
+                    if self._current is not mine and not self._is_closed:
+                        raise HobbitError("this generation is over: something else was computed with the model before it ended")
+                    self._turns.check()
+                    self._stepping = True
+                    try:
+                        token = generator.send(sent)
+                    except StopIteration:
+                        return
+                    finally:
+                        self._stepping = False
+                        mine.mark()
                 sent = yield token
         finally:
             generator.close()
 
+    def _create_completion(self, *args, **kwargs):
+        """A call that does not stream is one step of this: other threads stay out until it ends."""
+        steps = super()._create_completion(*args, **kwargs)
+        try:
+            while True:
+                with self._turns.run():
+                    try:
+                        part = next(steps)
+                    except StopIteration:
+                        return
+                yield part
+        finally:
+            steps.close()
+
+    def cancel(self):
+        """End the call that another thread is in: it raises Cancelled after the token, or the batch of a prompt, that is being
+        computed. Nothing happens where none runs. The object stays usable."""
+        self._turns.stop(Cancelled("the call was cancelled"))
+
     def close(self):
-        """Free the model. Every later call raises RuntimeError."""
-        self._engine = None
-        super().close()
-        self._is_closed = True
-        self._hooks = None  # after the engine, which may call them
-        self._ctx = self._model = self._batch = Closed()
-        if isinstance(getattr(self, "tokenizer_", None), llama_cpp.LlamaTokenizer):
-            self.tokenizer_ = Closed()
+        """Free the model, after the token or batch that another thread may be computing. Every later call raises RuntimeError."""
+        self._not_in_a_hook("close")
+        self._turns.stop(RuntimeError(CLOSED))
+        with self._turns.end():
+            self._engine = None
+            super().close()
+            self._is_closed = True
+            self._hooks = None  # after the engine, which may call them
+            self._ctx = self._model = self._batch = Closed()
+            if isinstance(getattr(self, "tokenizer_", None), llama_cpp.LlamaTokenizer):
+                self.tokenizer_ = Closed()
 
     def __enter__(self):
         return self
@@ -193,13 +266,15 @@ class Llama(llama_cpp.Llama):
         """Are this model's experts offloaded?"""
         return bool(self._engine)
 
+    @contextlib.contextmanager
     def _offload(self):
-        """The engine; RuntimeError if there is none."""
-        if self._is_closed:
-            raise RuntimeError("this Llama was closed: load the model again")
-        if not self._engine:
-            raise HobbitError(f"{self.model_path} is an ordinary GGUF: its experts are not offloaded; convert it first (hobbit convert)")
-        return self._engine
+        """The engine, which is not freed meanwhile; RuntimeError if there is none."""
+        with self._turns.look():
+            if self._is_closed:
+                raise RuntimeError(CLOSED)
+            if not self._engine:
+                raise HobbitError(f"{self.model_path} is an ordinary GGUF: its experts are not offloaded; convert it first (hobbit convert)")
+            yield self._engine
 
     def _check(self, code, kind):
         if code < 0:
@@ -208,7 +283,8 @@ class Llama(llama_cpp.Llama):
 
     def _params(self):
         params = b.hobbit_params()
-        b.hobbit_get_params(self._offload(), params)
+        with self._offload() as engine:
+            b.hobbit_get_params(engine, params)
         return params
 
     @property
@@ -222,7 +298,8 @@ class Llama(llama_cpp.Llama):
         if isinstance(value, str) or not hasattr(value, "__len__") or len(value) != 2:
             raise TypeError(f"thresholds must be a pair (t1, t2), not {value!r}")
         t1, t2 = check_thresholds(*value)
-        self._check(b.hobbit_set_thresholds(self._offload(), t1, t2), ValueError)
+        with self._offload() as engine:
+            self._check(b.hobbit_set_thresholds(engine, t1, t2), ValueError)
         self._settings.given.update(t1=t1, t2=t2)
 
     @property
@@ -238,7 +315,8 @@ class Llama(llama_cpp.Llama):
         """Change the eviction policy; weights as policy_weights in the constructor, None keeps those in force."""
         number, weights = check_policy(name, weights)
         c_weights = None if weights is None else (ctypes.c_float * 4)(*weights)
-        self._check(b.hobbit_set_policy(self._offload(), number, c_weights), ValueError)
+        with self._offload() as engine:
+            self._check(b.hobbit_set_policy(engine, number, c_weights), ValueError)
         self._settings.given.pop("policy_weights", None) if name != "hobbit" else None
         self._settings.given.update(policy=name, **({} if weights is None else {"policy_weights": weights}))
 
@@ -253,19 +331,22 @@ class Llama(llama_cpp.Llama):
                                    the CPU, whole or in part; slot -1); precision "high", "low" or "skip".
 
         layer counts layers with offloaded experts. The arrays are the function's own. An exception raised in a hook
-        ends the forward pass and comes out of the call that needed it. Hooks must not run the model.
+        ends the forward pass and comes out of the call that needed it. Hooks must not run the model, close it or
+        change its hooks.
         """
-        engine = self._offload()
-        hooks = Hooks(select, prefetch, event) if select or prefetch or event else None
-        b.hobbit_set_hooks(engine, hooks.c if hooks else None)
-        self._hooks = self._ctx.hooks = hooks
+        self._not_in_a_hook("change the hooks of")
+        with self._turns.run(), self._offload() as engine:
+            hooks = Hooks(select, prefetch, event) if select or prefetch or event else None
+            b.hobbit_set_hooks(engine, hooks.c if hooks else None)
+            self._hooks = self._ctx.hooks = hooks
 
     def prefetch(self, layer: int, expert: int, precision: str = "high") -> bool:
         """Ask for a copy to be loaded when the storage is idle. False: it is there, or no slot can be spared."""
         if precision not in PRECISION:
             raise ValueError(f"precision must be 'low' or 'high', not {precision!r}")
         layer, expert = check_int("layer", layer, 0, 2**31 - 1), check_int("expert", expert, 0, 2**31 - 1)
-        return bool(self._check(b.hobbit_prefetch(self._offload(), layer, expert, PRECISION[precision]), ValueError))
+        with self._offload() as engine:
+            return bool(self._check(b.hobbit_prefetch(engine, layer, expert, PRECISION[precision]), ValueError))
 
     @contextlib.contextmanager
     def trace(self, path):
@@ -281,19 +362,23 @@ class Llama(llama_cpp.Llama):
         """Record the routing of every token from now on as a NumPy file: numpy.load(path) has one row per token and
         layer, with the fields seq, pos, layer, expert [n_used] and weight [n_used]. The file appears at stop_trace()
         or close(). Raises HobbitError where it cannot be written or a trace is running."""
-        self._check(b.hobbit_trace_start(self._offload(), os.fsencode(path)), HobbitError)
+        with self._offload() as engine:
+            self._check(b.hobbit_trace_start(engine, os.fsencode(path)), HobbitError)
 
     def stop_trace(self):
-        self._check(b.hobbit_trace_stop(self._offload()), HobbitError)
+        with self._offload() as engine:
+            self._check(b.hobbit_trace_stop(engine), HobbitError)
 
     def _raw(self) -> dict:
         s = b.hobbit_stats()
-        b.hobbit_get_stats(self._offload(), s)
+        with self._offload() as engine:
+            b.hobbit_get_stats(engine, s)
         return _dict(s)
 
     def reset_offload_stats(self):
         """Set all counters to 0."""
-        b.hobbit_reset_stats(self._offload())
+        with self._offload() as engine:
+            b.hobbit_reset_stats(engine)
 
     @property
     def last_stats(self):
@@ -316,7 +401,11 @@ class Llama(llama_cpp.Llama):
         """
         if not self._is_closed and not self._engine:
             return {"mode": "none", "model": self.model_path}
-        engine, p, info = self._offload(), self._params(), b.hobbit_info()
+        with self._offload() as engine:
+            return self._report(engine)
+
+    def _report(self, engine) -> dict:
+        p, info = self._params(), b.hobbit_info()
         b.hobbit_get_info(engine, info)
         groups, layers = [], []
         for i in range(info.n_groups):
