@@ -11,14 +11,15 @@ from .errors import HobbitError
 class Turns:
     """Entered by every method of Llama that computes (run), and by those that read or set something of the engine (look).
 
-    Nobody in look() waits for anybody: hooks look while the engine's own lock is held.
+    look() waits for nothing but an end(): hooks look while the engine's own lock is held, but none runs then.
     """
 
     def __init__(self):
         self._running = threading.RLock()
         self._depth = 0        # of run(), changed by the thread that has _running alone
         self._stop = None      # the exception that is to end what runs
-        self._looking = 0
+        self._looking = {}     # thread: how many look() it is in
+        self._ending = False
         self._change = threading.Condition()
 
     @contextlib.contextmanager
@@ -46,18 +47,29 @@ class Turns:
 
     @contextlib.contextmanager
     def look(self):
+        """The same thread may enter again."""
+        me = threading.get_ident()
         with self._change:
-            self._looking += 1
+            if me not in self._looking:
+                self._change.wait_for(lambda: not self._ending)
+            self._looking[me] = self._looking.get(me, 0) + 1
         try:
             yield
         finally:
             with self._change:
-                self._looking -= 1
-                self._change.notify_all()
+                self._looking[me] -= 1
+                if not self._looking[me]:
+                    del self._looking[me]
+                    self._change.notify_all()
 
     @contextlib.contextmanager
     def end(self):
         """Waits until nobody runs and nobody looks, and lets nobody in meanwhile."""
         with self._running, self._change:
-            self._change.wait_for(lambda: not self._looking)
-            yield
+            self._ending = True
+            try:
+                self._change.wait_for(lambda: not self._looking)
+                yield
+            finally:
+                self._ending = False
+                self._change.notify_all()

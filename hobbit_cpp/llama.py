@@ -20,9 +20,9 @@ from . import bindings as b  # before llama_cpp: it makes llama_cpp use our libr
 import llama_cpp
 import numpy as np
 
-from . import _load, _log, stats
+from . import _load, _log, _sampling, stats
 from ._hooks import Hooks
-from ._parts import CLOSED, Closed, Context, Generation
+from ._parts import CLOSED, Closed, Context, Generation, watch_forks
 from ._turns import Turns
 from .errors import Cancelled, HobbitError
 from .settings import MISS, POLICIES, Settings, check_int, check_policy, check_thresholds
@@ -89,7 +89,7 @@ class Llama(llama_cpp.Llama):
         self._hooks = None
         self._last = None
         self._evaluated = 0
-        self._is_closed = False
+        self._closed = ""  # why nothing works any more
         _load.check_keywords(kwargs)
         self._settings = Settings(t1=t1, t2=t2, cache_bytes=cache_bytes, policy=policy, policy_weights=policy_weights,
                                   low_fraction=low_fraction, n_io_threads=n_io_threads, direct_io=direct_io, force_miss=force_miss,
@@ -123,6 +123,7 @@ class Llama(llama_cpp.Llama):
         if self._engine:
             self._ctx.__class__ = Context
             self._ctx.engine = self._engine
+            watch_forks(self)
         if self.verbose and sys.stderr is not None:
             print(stats.one_line(self.offload_stats()), file=sys.stderr)
 
@@ -162,8 +163,31 @@ class Llama(llama_cpp.Llama):
         if self._hooks is not None and self._hooks.thread == threading.get_ident():
             raise RuntimeError(f"a hook must not {what} the model that called it")
 
+    def _check_tokens(self, tokens):
+        """llama.cpp aborts, or says -1, for tokens that do not exist."""
+        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < self._n_vocab:
+            wrong = next(t for t in tokens if not 0 <= t < self._n_vocab)
+            raise ValueError(f"token {wrong} is not in the vocabulary of {self._n_vocab}")
+
+    def detokenize(self, tokens, *args, **kwargs):
+        if not self._closed:
+            self._check_tokens(tokens)
+        return super().detokenize(tokens, *args, **kwargs)
+
+    def _init_sampler(self, *args, logits_processor=None, grammar=None, **kwargs):
+        if grammar is not None:
+            _sampling.check_grammar(self._model, grammar)
+        if logits_processor is not None:
+            logits_processor = _sampling.Processors(logits_processor)
+        sampler = super()._init_sampler(*args, logits_processor=logits_processor, grammar=grammar, **kwargs)
+        sampler.__class__ = _sampling.Sampler
+        sampler.processors = logits_processor
+        sampler.candidates = self._candidates if grammar is not None else None
+        return sampler
+
     def eval(self, tokens):
         self._not_in_a_hook("run")
+        self._check_tokens(tokens)
         with self._run():
             try:
                 for i in range(0, max(1, len(tokens)), self.n_batch):
@@ -195,15 +219,17 @@ class Llama(llama_cpp.Llama):
         with self._run():
             return super().embed(*args, **kwargs)
 
-    def generate(self, tokens, *args, **kwargs):
+    def generate(self, tokens, *args, reset=True, **kwargs):
+        if not len(tokens) and (reset or self.n_tokens == 0):
+            raise ValueError("the prompt is empty: there is no token to go on from")
         mine = sent = None
-        generator = super().generate(tokens, *args, **kwargs)
+        generator = super().generate(tokens, *args, reset=reset, **kwargs)
         try:
             while True:
                 with self._turns.run():
                     if mine is None:
                         mine = self._current = self._last = Generation(self)
-                    if self._current is not mine and not self._is_closed:
+                    if self._current is not mine and not self._closed:
                         raise HobbitError("this generation is over: something else was computed with the model before it ended")
                     self._turns.check()
                     self._stepping = True
@@ -220,6 +246,9 @@ class Llama(llama_cpp.Llama):
 
     def _create_completion(self, *args, **kwargs):
         """A call that does not stream is one step of this: other threads stay out until it ends."""
+        bias = kwargs.get("logit_bias")
+        if bias:
+            self._check_tokens([int(token) for token in bias])
         steps = super()._create_completion(*args, **kwargs)
         try:
             while True:
@@ -232,6 +261,10 @@ class Llama(llama_cpp.Llama):
         finally:
             steps.close()
 
+    def create_chat_completion(self, messages, *args, **kwargs):
+        _sampling.check_schema(kwargs.get("response_format"))
+        return super().create_chat_completion(messages, *args, **kwargs)
+
     def cancel(self):
         """End the call that another thread is in: it raises Cancelled after the token, or the batch of a prompt, that is being
         computed. Nothing happens where none runs. The object stays usable."""
@@ -242,13 +275,16 @@ class Llama(llama_cpp.Llama):
         self._not_in_a_hook("close")
         self._turns.stop(RuntimeError(CLOSED))
         with self._turns.end():
-            self._engine = None
             super().close()
-            self._is_closed = True
-            self._hooks = None  # after the engine, which may call them
-            self._ctx = self._model = self._batch = Closed()
-            if isinstance(getattr(self, "tokenizer_", None), llama_cpp.LlamaTokenizer):
-                self.tokenizer_ = Closed()
+            if not self._closed:
+                self._abandon(CLOSED)
+
+    def _abandon(self, why):
+        self._closed = why
+        self._engine = self._hooks = None
+        self._ctx = self._model = self._batch = Closed(why)
+        if isinstance(getattr(self, "tokenizer_", None), llama_cpp.LlamaTokenizer):
+            self.tokenizer_ = Closed(why)
 
     def __enter__(self):
         return self
@@ -270,8 +306,8 @@ class Llama(llama_cpp.Llama):
     def _offload(self):
         """The engine, which is not freed meanwhile; RuntimeError if there is none."""
         with self._turns.look():
-            if self._is_closed:
-                raise RuntimeError(CLOSED)
+            if self._closed:
+                raise RuntimeError(self._closed)
             if not self._engine:
                 raise HobbitError(f"{self.model_path} is an ordinary GGUF: its experts are not offloaded; convert it first (hobbit convert)")
             yield self._engine
@@ -355,7 +391,7 @@ class Llama(llama_cpp.Llama):
         try:
             yield self
         finally:
-            if not self._is_closed:
+            if not self._closed:
                 self.stop_trace()
 
     def start_trace(self, path):
@@ -399,8 +435,9 @@ class Llama(llama_cpp.Llama):
         totals    counters (stats.py)
         layers    counters of each layer with offloaded experts, and its block number in the model
         """
-        if not self._is_closed and not self._engine:
-            return {"mode": "none", "model": self.model_path}
+        with self._turns.look():
+            if not self._closed and not self._engine:
+                return {"mode": "none", "model": self.model_path}
         with self._offload() as engine:
             return self._report(engine)
 
