@@ -78,10 +78,14 @@ if hasattr(os, "register_at_fork"):
 
 
 class Generation:
-    """Counters and time at the start of a generation, at its first token, and at its latest."""
+    """Counters and time at the start of a generation, at its first token, and at its latest.
 
-    def __init__(self, llm):
+    lengths   [tokens of the prompt, new tokens without the one that ends the text]
+    """
+
+    def __init__(self, llm, n_prompt: int):
         self.llm = llm
+        self.lengths = [n_prompt, 0]
         self.n_layers = 0
         if llm._engine:
             info = b.hobbit_info()

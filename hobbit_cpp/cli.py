@@ -95,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     add_offload_arguments(evaluate)
     from ._cli_trace import add_parsers
     add_parsers(commands)
+    from ._cli_serve import add_parser as add_serve
+    add_serve(commands)
     return p
 
 

@@ -87,7 +87,7 @@ class Llama(llama_cpp.Llama):
         self._stepping = False
         self._engine = None
         self._hooks = None
-        self._last = None
+        self.last_generation = None
         self._evaluated = 0
         self._closed = ""  # why nothing works any more
         _load.check_keywords(kwargs)
@@ -228,7 +228,7 @@ class Llama(llama_cpp.Llama):
             while True:
                 with self._turns.run():
                     if mine is None:
-                        mine = self._current = self._last = Generation(self)
+                        mine = self._current = self.last_generation = Generation(self, len(tokens))
                     if self._current is not mine and not self._closed:
                         raise HobbitError("this generation is over: something else was computed with the model before it ended")
                     self._turns.check()
@@ -240,6 +240,7 @@ class Llama(llama_cpp.Llama):
                     finally:
                         self._stepping = False
                         mine.mark()
+                    mine.lengths[1] += not llama_cpp.llama_token_is_eog(self._model.vocab, token)
                 sent = yield token
         finally:
             generator.close()
@@ -421,7 +422,7 @@ class Llama(llama_cpp.Llama):
         """The last generation (a completion, chat reply or generate()): {"prompt": ..., "decode": ...}, None before the
         first. Both have "seconds" and "evaluated", the tokens that went through the model, and with offloaded experts
         the counters of offload_stats()["totals"]. The prompt's part ends with the first new token."""
-        return None if self._last is None else self._last.report()
+        return None if self.last_generation is None else self.last_generation.report()
 
     def offload_stats(self) -> dict:
         """What is set up and what was counted since the load or the last reset; plain values only.
