@@ -8,6 +8,7 @@ import socket
 import sys
 
 NEEDS = "hobbit serve needs more packages ({}): pip install 'hobbit-cpp[server]'"
+SLOW = 10  # seconds more than --grace, for a forward pass to end and a client to read
 POOLING = {"mean": 1, "cls": 2, "last": 3}  # enum llama_pooling_type
 
 
@@ -47,7 +48,7 @@ def serve(args: argparse.Namespace) -> int:
     try:
         import uvicorn
         from ._serve_settings import ServeSettings, settings
-        flags = {k: v for k in ServeSettings.model_fields if (v := getattr(args, k, None)) not in (None, False)}
+        flags = {k: v for k in ServeSettings.model_fields if (v := getattr(args, k, None)) is not None and v is not False}
         s = settings(flags, args.config)
         from ._serve_app import create_app
     except ModuleNotFoundError as error:
@@ -57,18 +58,13 @@ def serve(args: argparse.Namespace) -> int:
 
     # before the model is loaded, which takes long
     with socket.create_server((s.host, s.port), family=socket.AF_INET6 if ":" in s.host else socket.AF_INET, backlog=2048) as listener:
-        config = {"log_level": "info" if s.verbose else "warning", "timeout_graceful_shutdown": s.grace, "ssl_keyfile": s.ssl_keyfile,
-                  "ssl_certfile": s.ssl_certfile}
+        host, port = listener.getsockname()[:2]
+        address = f"{'https' if s.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}/v1"
         with load(s) as llm:
             app = create_app(llm, s)
-            server = _server(uvicorn, uvicorn.Config(app, **config), app)
-            names = app.state.service.names
-            host, port = listener.getsockname()[:2]
-            address = f"{'https' if s.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-            print(f"serving {', '.join(names)} at {address}/v1; Ctrl-C stops", file=sys.stderr, flush=True)
-            if not s.api_key and host not in ("127.0.0.1", "::1"):
-                print("warning: everybody who can reach this address can use it: give --api-key", file=sys.stderr, flush=True)
-            server.run(sockets=[listener])
+            config = uvicorn.Config(app, log_level="info" if s.verbose else "warning", ssl_keyfile=s.ssl_keyfile, ssl_certfile=s.ssl_certfile,
+                                    timeout_graceful_shutdown=s.grace + SLOW)
+            _server(uvicorn, config, app.state.service, address).run(sockets=[listener])
     return 0
 
 
@@ -88,7 +84,7 @@ def load(s):
     return open_model(s, **more)
 
 
-def _server(uvicorn, config, app):
+def _server(uvicorn, config, service, address: str):
     """uvicorn's, which ends well at SIGTERM: it raises the signal again when it has stopped, for what there was before it."""
     early = []
     signal.signal(signal.SIGTERM, lambda *_: early.append(True))
@@ -97,9 +93,12 @@ def _server(uvicorn, config, app):
         async def startup(self, *args, **kwargs):
             await super().startup(*args, **kwargs)
             self.should_exit = self.should_exit or bool(early)
+            print(f"serving {', '.join(service.names)} at {address}; Ctrl-C stops", file=sys.stderr, flush=True)
+            if not service.keys and not address.partition("://")[2].startswith(("127.0.0.1:", "[::1]:")):
+                print("warning: everybody who can reach this address can use the server: give --api-key", file=sys.stderr, flush=True)
 
         async def shutdown(self, *args, **kwargs):
-            app.state.service.queue.stop()
+            service.queue.stop(service.settings.grace)
             await super().shutdown(*args, **kwargs)
 
     return Server(config)

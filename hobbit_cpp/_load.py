@@ -53,6 +53,17 @@ def check_path(path) -> str:
     return path
 
 
+def check_chat_format(name, metadata) -> None:
+    """llama_cpp finds out at the first chat. metadata: a Reader, or None."""
+    if name is None:
+        return
+    known = [*llama_cpp.llama_chat_format.LlamaChatCompletionHandlerRegistry()._chat_handlers]
+    template = f"tokenizer.{name}".removesuffix(".default")  # the model's own are called chat_template.NAME
+    if name not in known and (metadata is None or metadata.get(template) is None):
+        near = difflib.get_close_matches(str(name), known, 1)
+        raise ValueError(f"chat_format {name!r} is not known" + (f"; is {near[0]!r} meant?" if near else f"; there are {', '.join(sorted(known))}"))
+
+
 def read_metadata(path: str):
     """(a Reader whose file is closed again, ""), or (None, what is wrong): llama.cpp has the last word on that."""
     try:

@@ -126,7 +126,7 @@ class Service:
         if not self.keys:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        given = given.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
+        given = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
         if not any([secrets.compare_digest(given, key) for key in self.keys]):  # all: the time says nothing
             raise HTTPException(401, "the API key is missing or wrong", {"WWW-Authenticate": "Bearer"})
 
@@ -196,7 +196,7 @@ class Service:
                 yield "[DONE]"
             except Gone:
                 self.metrics.gone.inc()
-            except HobbitError as problem:
+            except (HobbitError, Refused) as problem:
                 yield json.dumps({"error": {"message": str(problem), "type": "server_error", "param": None, "code": None}})
 
         return EventStream(events(), stack)

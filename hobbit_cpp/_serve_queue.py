@@ -27,11 +27,12 @@ class Queue:
 
     def start(self) -> None:
         """In the event loop that everything else is called in."""
-        self._lock, self._stopping = asyncio.Lock(), asyncio.Event()
+        self._lock, self._stopping, self._over = asyncio.Lock(), asyncio.Event(), asyncio.Event()
 
-    def stop(self) -> None:
-        """Whoever waits is refused; who has the model keeps it."""
+    def stop(self, grace: float) -> None:
+        """Whoever waits is refused; who has the model keeps it for so many seconds."""
         self._stopping.set()
+        asyncio.get_running_loop().call_later(grace, self._over.set)
 
     @property
     def stopping(self) -> bool:
@@ -76,10 +77,11 @@ class Queue:
 
     async def _call(self, gone, function):
         """The thread is always waited for: nobody else may have the model before it is out of there."""
-        work = asyncio.ensure_future(asyncio.to_thread(function))
+        work, over = asyncio.ensure_future(asyncio.to_thread(function)), asyncio.ensure_future(self._over.wait())
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, gone, over}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            over.cancel()
             left = not work.done()
             while not work.done():
                 self.llm.cancel()  # again and again: it may not have begun when it was told the first time
@@ -87,8 +89,10 @@ class Queue:
                     await asyncio.wait({work}, timeout=0.05)
             if left:
                 work.exception()  # it was cancelled, or ended just now: nobody wants to know
-        if left:
+        if left and gone.done():
             raise Gone
+        if left:
+            raise Refused("the server stopped before the answer was complete")
         return work.result()
 
 

@@ -58,16 +58,10 @@ class CompletionRequest(_Generation, types.CreateCompletionRequest):
 
 
 class ChatRequest(_Generation, types.CreateChatCompletionRequest):
+    messages: List[llama_cpp.ChatCompletionRequestMessage] = Field(min_length=1)
     max_tokens: Optional[int] = Field(None, ge=1)
     max_completion_tokens: Optional[int] = Field(None, ge=1)
     response_format: Optional[Dict[str, Any]] = None
-
-    @field_validator("messages")
-    @classmethod
-    def _some(cls, value):
-        if not value:
-            raise ValueError("must hold at least one message")
-        return value
 
     @field_validator("response_format")
     @classmethod

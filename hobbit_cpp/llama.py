@@ -98,6 +98,7 @@ class Llama(llama_cpp.Llama):
         if kwargs.get("lora_path") is not None:
             kwargs["lora_path"] = os.fsdecode(kwargs["lora_path"])
         metadata, damage = _load.read_metadata(path)
+        _load.check_chat_format(kwargs.get("chat_format"), metadata)
         dual = metadata is not None and metadata.get("hobbit.role") == "main"
         if metadata is not None and metadata.get("hobbit.role") is None and self._settings.given:
             name = next(iter(self._settings.given))
@@ -240,7 +241,7 @@ class Llama(llama_cpp.Llama):
                     finally:
                         self._stepping = False
                         mine.mark()
-                    mine.lengths[1] += not llama_cpp.llama_token_is_eog(self._model.vocab, token)
+                    mine.lengths[1] += not llama_cpp.llama_vocab_is_eog(self._model.vocab, token)
                 sent = yield token
         finally:
             generator.close()

@@ -313,3 +313,12 @@ def test_garbage_collection_returns_the_memory(dual):
     after = usage()
     assert after[1:] == before[1:]
     assert after[0] - before[0] < size  # ten of them were loaded
+
+
+def test_chat_format_that_does_not_exist(dual):
+    """Stock says so at the first chat."""
+    with pytest.raises(ValueError, match="chat_format 'chatlm' is not known; is 'chatml' meant"):
+        load(dual, chat_format="chatlm")
+    for path in (dual, SOURCE):
+        with pytest.raises(ValueError, match="chat_format 'chat_template.default' is not known"):
+            load(path, chat_format="chat_template.default")  # this model has none
