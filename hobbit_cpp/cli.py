@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--raw", action="store_true", help="continue the text, even if the model has a chat template")
     how.add_argument("--chat", action="store_true", help="use the chat template; an error if the model has none")
     run.add_argument("--stats", action="store_true", help="print a table of what the expert cache did")
+    run.add_argument("--json", action="store_true", help="print text and statistics of a prompt as JSON, when it is done")
     add_model_arguments(run)
     add_offload_arguments(run)
 
@@ -85,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
     bench.add_argument("-n", "--tokens", type=int, default=64, metavar="N", help="tokens to generate (default: %(default)s)")
     bench.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each (default: %(default)s)")
+    bench.add_argument("--json", action="store_true", help="print all numbers as JSON: seconds, tokens per second, bytes")
     add_model_arguments(bench)
     add_offload_arguments(bench)
 
@@ -95,8 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     add_offload_arguments(evaluate)
     from ._cli_trace import add_parsers
     add_parsers(commands)
-    from ._cli_serve import add_parser as add_serve
-    add_serve(commands)
+    from . import _cli_chat, _cli_doctor, _cli_serve
+    for module in (_cli_chat, _cli_serve, _cli_doctor):
+        module.add_parser(commands)
     return p
 
 

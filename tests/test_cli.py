@@ -31,9 +31,9 @@ def dual(tmp_path_factory):
 
 def test_help_and_version(hobbit):
     status, out, _ = hobbit("--help")
-    assert status == 0 and all(f"    {c} " in out for c in ("run", "convert", "info", "demo", "bench", "evaluate", "trace", "simulate", "serve"))
+    assert status == 0 and all(f"    {c} " in out for c in ("run", "convert", "info", "demo", "bench", "evaluate", "trace", "simulate", "serve", "chat", "doctor"))
     assert hobbit("--version")[:2] == (0, f"hobbit-cpp {__version__}\n")
-    for command in ("run", "convert", "info", "demo", "bench", "evaluate", "trace", "simulate", "serve"):
+    for command in ("run", "convert", "info", "demo", "bench", "evaluate", "trace", "simulate", "serve", "chat", "doctor"):
         status, out, _ = hobbit(command, "--help")
         assert status == 0 and out.startswith("usage:")
 

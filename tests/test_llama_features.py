@@ -317,8 +317,8 @@ def test_garbage_collection_returns_the_memory(dual):
 
 def test_chat_format_that_does_not_exist(dual):
     """Stock says so at the first chat."""
-    with pytest.raises(ValueError, match="chat_format 'chatlm' is not known; is 'chatml' meant"):
-        load(dual, chat_format="chatlm")
+    with pytest.raises(ValueError, match="chat_format 'vicunna' is not known; is 'vicuna' meant"):
+        load(dual, chat_format="vicunna")
     for path in (dual, SOURCE):
         with pytest.raises(ValueError, match="chat_format 'chat_template.default' is not known"):
             load(path, chat_format="chat_template.default")  # this model has none
