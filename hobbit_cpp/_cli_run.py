@@ -168,9 +168,11 @@ def converse(talk, llm) -> None:
             text = said
         if not text:
             continue
+        before = llm.last_generation
         try:
             print_stream(talk.reply(text))
-            print(_closing_line(llm), file=sys.stderr)
+            if llm.last_generation is not before:
+                print(_closing_line(llm), file=sys.stderr)
         except KeyboardInterrupt:
             print()
         except ValueError as error:

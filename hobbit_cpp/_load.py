@@ -50,6 +50,8 @@ def check_path(path) -> str:
         raise ValueError(f"{path} is a folder: name the GGUF file in it")
     if not os.path.exists(path):
         raise ValueError(f"{path} does not exist")
+    if not os.path.isfile(path):  # llama.cpp would wait for what comes out of a pipe
+        raise ValueError(f"{path} is not a regular file")
     return path
 
 
@@ -71,6 +73,17 @@ def read_metadata(path: str):
             return reader, ""
     except (GGUFError, OSError) as error:
         return None, str(error)
+
+
+def check_vocabulary(metadata, path: str) -> None:
+    """llama.cpp aborts the process for a token that is there twice; to it a text ends at a null character."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and tokens and isinstance(tokens[0], str):
+        sure = [t.partition("\0")[0] for t in tokens if "\ufffd" not in t]  # that one stands for bytes that are no UTF-8
+        seen = set()
+        twice = next((t for t in filter(None, sure) if t in seen or seen.add(t)), None)
+        if twice is not None:
+            raise ValueError(f"{path} is damaged: the token {twice!r} is in its vocabulary twice")
 
 
 def check_used_experts(overrides, metadata) -> int:

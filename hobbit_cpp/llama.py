@@ -106,6 +106,8 @@ class Llama(llama_cpp.Llama):
         self._sidecar = os.path.join(os.path.dirname(path), metadata.get("hobbit.sidecar", "")) if dual else None
 
         params = None
+        if metadata is not None:
+            _load.check_vocabulary(metadata, path)
         if metadata is not None and not kwargs.get("vocab_only"):
             n_used = _load.check_used_experts(kwargs.get("kv_overrides"), metadata)
             need = _load.need_of(metadata, path, kwargs, n_used)
@@ -136,6 +138,9 @@ class Llama(llama_cpp.Llama):
                 super().__init__(path, **kwargs)
                 if self.lora_path and not self._lora_adapter:  # a null pointer object, which the base takes for an adapter
                     raise RuntimeError(f"Failed to load the LoRA adapter {self.lora_path}")
+            if self._lora_adapter:  # before the model, also where the garbage collector finds that first
+                self._model._exit_stack.callback(llama_cpp.llama_adapter_lora_free, self._lora_adapter)
+                self._lora_adapter = None
         except Exception as error:
             reason = damage or _load.last_error(path)
             self.close()

@@ -62,6 +62,8 @@ def test_the_oldest_turns_give_way(dual, tmp_path):
     done = chat(dual, "Hello\n" + "word " * 400 + "\n", "--ctx", 256, "--history", path)
     assert "does not fit the context of 256 tokens" in done.stderr and done.returncode == 0
     assert json.loads(path.read_text())[-2]["content"] == "Hello"  # it changed nothing
+    done = chat(dual, "word " * 400 + "\nHello\n", "--ctx", 256)
+    assert done.returncode == 0 and done.stderr.count("[prompt") == 1
 
 
 def test_errors(hobbit, dual, tmp_path):
