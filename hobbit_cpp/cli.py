@@ -1,4 +1,4 @@
-"""The command hobbit: run, convert, info, demo, bench, evaluate, trace, simulate."""
+"""The command hobbit and its subcommands."""
 
 from __future__ import annotations
 
