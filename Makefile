@@ -51,7 +51,7 @@ $(VENV)/cmake-args: force | $(VENV)/made
 	@printf '%s\n' "$$CMAKE_ARGS" | cmp -s - $@ || printf '%s\n' "$$CMAKE_ARGS" > $@
 
 $(VENV)/built: $(SOURCES) $(VENV)/bindings-$(PIN) $(VENV)/cmake-args
-	$(PIP) install --verbose -e '.[test]'
+	$(PIP) install --verbose -e '.[test,server]'
 	@touch $@
 
 core-test:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -173,6 +174,29 @@ def describe(path: str) -> str:
             return "\n".join(lines)
 
 
+def summary(path: str) -> dict:
+    """The same as plain values: bytes by role and type, and for a dual GGUF its sidecar. Raises as describe() does."""
+    describe(path)
+    with Reader(path) as reader:
+        report = _summary(reader)
+        if report["kind"] == "main":
+            with Reader(os.path.join(os.path.dirname(path), reader.get("hobbit.sidecar", "", str))) as sidecar:
+                report["sidecar"] = _summary(sidecar)
+        return report
+
+
+def _summary(reader: Reader) -> dict:
+    arch = reader.get("general.architecture")
+    kind = {None: "model", "main": "main", "experts": "sidecar"}[reader.get("hobbit.role")]
+    report = {"path": reader.path, "kind": kind, "architecture": arch, "name": reader.get("general.name"), "layers": reader.get(f"{arch}.block_count"),
+              "experts": reader.get(f"{arch}.expert_count"), "used": reader.get(f"{arch}.expert_used_count"), "files": len(reader.files),
+              "tensors": len(reader.tensors), "bytes": {role: dict(types) for role, types in types_by_role(reader).items()}}
+    if kind == "sidecar":
+        report.update(source=reader.get("hobbit.source.name"), high=reader.get("hobbit.high"), low=reader.get("hobbit.low"),
+                      fallbacks=[str(f) for f in reader.get("hobbit.fallbacks", [], list)], linked=list(map(str, reader.get("hobbit.link.files", [], list))))
+    return report
+
+
 def print_text(text: str) -> None:
     """print() that ends quietly where the reader of a pipe has gone (`| head`)."""
     try:
@@ -185,8 +209,10 @@ def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit status: 0, or 1 for an error."""
     p = argparse.ArgumentParser(prog="python -m gguf_tools.info", description="Say what a GGUF file or a dual GGUF holds.")
     p.add_argument("file", metavar="FILE.gguf")
+    p.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    args = p.parse_args(argv)
     try:
-        print_text(describe(p.parse_args(argv).file))
+        print_text(json.dumps(summary(args.file), indent=1) if args.json else describe(args.file))
     except (GGUFError, ggml.GGMLError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

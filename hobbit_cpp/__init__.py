@@ -12,9 +12,9 @@ or bindings. Use hobbit_cpp before importing llama_cpp yourself: llama_cpp looks
 import importlib
 
 from ._version import __version__
-from .errors import HobbitError
+from .errors import Cancelled, HobbitError
 
-__all__ = ["HobbitError", "Llama", "__version__", "parse_bytes"]
+__all__ = ["Cancelled", "HobbitError", "Llama", "__version__", "parse_bytes"]
 
 _WHERE = {"Llama": "llama", "parse_bytes": "memory"}
 

@@ -31,10 +31,13 @@ def bench(args) -> int:
     for _ in range(args.repeat):  # in turn, so that a change on the machine meets both
         for (path, kwargs), found in zip(jobs, results):
             found.append(_measure(path, kwargs, args.prompt_tokens, args.tokens))
+    medians = [{k: statistics.median(f[k] for f in found) for k in found[0] if found[0][k] is not None} for found in results]
+    if args.json:
+        print(json.dumps([{"path": path, "arguments": kwargs, "median": m, "runs": found} for (path, kwargs), m, found in zip(jobs, medians, results)], indent=1))
+        return 0
     width = max(len(path) for path, _ in jobs)
     print(f"{'median of ' + str(args.repeat):<{width}}" + "".join(f"{c:>14}" for c in COLUMNS))
-    for (path, _), found in zip(jobs, results):
-        m = {k: statistics.median(f[k] for f in found) for k in found[0] if found[0][k] is not None}
+    for (path, _), m in zip(jobs, medians):
         cells = [f"{m['load']:.2f}", f"{m['prompt']:.1f}", f"{m['decode']:.1f}",
                  f"{100 * m['hit_rate']:.1f}" if "hit_rate" in m else "-",
                  format_bytes(m["bytes"]) if "bytes" in m else "-", format_bytes(m["peak"])]

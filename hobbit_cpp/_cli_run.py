@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
@@ -11,20 +12,26 @@ from .memory import format_budget, format_bytes
 
 def open_model(args, **more):
     """Llama as the arguments say; more: further arguments of its."""
-    from . import _load
     from .cli import llama_arguments
     from .llama import Llama
 
-    n_ctx = args.ctx
-    if n_ctx is None:
-        metadata, _ = _load.read_metadata(_load.check_path(args.model))
-        arch = metadata.get("general.architecture") if metadata else None
-        n_ctx = min(4096, (metadata.get(f"{arch}.context_length") if metadata else None) or 4096)
-    elif n_ctx < 1:
-        raise ValueError(f"--ctx must be at least 1, not {n_ctx}")
+    n_ctx = context_of(args)
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads must be at least 1, not {args.threads}")
     return Llama(args.model, n_ctx=n_ctx, verbose=args.verbose, **llama_arguments(args), **more)
+
+
+def context_of(args) -> int:
+    """--ctx, or the model's own context, at most 4096 tokens."""
+    from . import _load
+
+    if args.ctx is None:
+        metadata, _ = _load.read_metadata(_load.check_path(args.model))
+        arch = metadata.get("general.architecture") if metadata else None
+        return min(4096, (metadata.get(f"{arch}.context_length") if metadata else None) or 4096)
+    if args.ctx < 1:
+        raise ValueError(f"--ctx must be at least 1, not {args.ctx}")
+    return args.ctx
 
 
 def has_template(llm) -> bool:
@@ -35,6 +42,8 @@ def run(args) -> int:
     if args.tokens is not None and args.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, not {args.tokens}")
     prompt = _prompt(args)
+    if args.json and prompt is None:
+        raise ValueError("--json is for a prompt: give -p or -f")
     with open_model(args) as llm:
         if args.chat and not has_template(llm):
             raise ValueError(f"{args.model} has no chat template: leave out --chat")
@@ -42,11 +51,15 @@ def run(args) -> int:
             p = llm.offload_stats()["settings"]
             print(f"[profile {llm.profile}: T1 {p['t1']:g}, T2 {p['t2']:g}, policy {p['policy']}, cache {format_budget(p['cache_bytes'])}]", file=sys.stderr)
         chat = has_template(llm) and not args.raw
-        talk = (_Chat if chat else _Text)(llm, args)
+        talk = (Chat if chat else _Text)(llm, args)
+        if args.json:
+            text = "".join(talk.reply(prompt))
+            print(json.dumps({"text": text, "generation": llm.last_stats, "offload": llm.offload_stats(), "peak_bytes": memory.peak_rss()}, indent=1))
+            return 0
         if prompt is None:
-            _converse(talk, llm)
+            converse(talk, llm)
         else:
-            _print_stream(talk.reply(prompt))
+            print_stream(talk.reply(prompt))
             print(_closing_line(llm), file=sys.stderr)
         if args.stats:
             print(stats.table(llm.offload_stats()), file=sys.stderr)
@@ -75,6 +88,10 @@ class _Sampling:
         self.options = {"max_tokens": args.tokens or default_tokens, "temperature": args.temp, "stream": True}
         self.seed = int.from_bytes(os.urandom(4), "little") if args.seed is None else args.seed
 
+    def command(self, line):
+        """Of a conversation: see _cli_chat.py. None: the line is none."""
+        return None
+
     def next_options(self):
         self.seed = (self.seed + 1) % 2**32
         return {**self.options, "seed": (self.seed - 1) % 2**32}
@@ -98,7 +115,7 @@ class _Text(_Sampling):
         self.so_far = ""
 
 
-class _Chat(_Sampling):
+class Chat(_Sampling):
     """Turns in the model's chat template."""
 
     def __init__(self, llm, args):
@@ -120,20 +137,20 @@ class _Chat(_Sampling):
         self.messages = []
 
 
-def _print_stream(pieces) -> None:
+def print_stream(pieces) -> None:
     for piece in pieces:
         print(piece, end="", flush=True)
     print(flush=True)
 
 
-def _converse(talk, llm) -> None:
+def converse(talk, llm) -> None:
     try:
         import readline  # noqa: F401  line editing for input()
     except ImportError:
         pass
     prompt = "> " if sys.stdin.isatty() else ""
     if prompt:
-        print("Ctrl-C stops a reply, Ctrl-D leaves." + ("" if isinstance(talk, _Chat) else
+        print("Ctrl-C stops a reply, Ctrl-D leaves." + ("" if isinstance(talk, Chat) else
               " The model has no chat template: it continues what was written."), file=sys.stderr)
     while True:
         try:
@@ -149,9 +166,16 @@ def _converse(talk, llm) -> None:
             continue
         if not text.strip():
             continue
+        said = talk.command(text)
+        if said is not None:
+            text = said
+        if not text:
+            continue
+        before = llm.last_generation
         try:
-            _print_stream(talk.reply(text))
-            print(_closing_line(llm), file=sys.stderr)
+            print_stream(talk.reply(text))
+            if llm.last_generation is not before:
+                print(_closing_line(llm), file=sys.stderr)
         except KeyboardInterrupt:
             print()
         except ValueError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from gguf_tools.info import merge_layers
 
@@ -50,6 +50,10 @@ class Report:
     def ratio(self) -> float:
         """Bytes of the low copies / bytes of the high copies."""
         return self.low_bytes / self.high_bytes
+
+    def to_dict(self) -> dict:
+        """Everything, as plain values; rows with their bits per weight."""
+        return {**asdict(self), "ratio": self.ratio, "rows": [{**asdict(r), "bits": r.bits} for r in self.rows]}
 
     def table(self) -> str:
         """The summary that the command prints, several lines."""

@@ -6,6 +6,8 @@ the hooks do nothing more in this forward pass, and take_error() hands it to who
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
 from . import bindings as b
@@ -26,7 +28,7 @@ class Hooks:
             if f is not None and not callable(f):
                 raise TypeError(f"{name} must be a function or None, not {f!r}")
         self.error = None
-        self.running = False
+        self.thread = None  # where one of them runs
         self.c = b.hobbit_hooks()
         if select:
             self.c.select = b.hobbit_select_fn(self._guard(lambda *a: self._select(select, *a)))
@@ -38,13 +40,13 @@ class Hooks:
     def _guard(self, f):
         def call(*args):
             if self.error is None:
-                self.running = True
+                self.thread = threading.get_ident()
                 try:
                     f(*args)
                 except BaseException as error:  # KeyboardInterrupt, too
                     self.error = error
                 finally:
-                    self.running = False
+                    self.thread = None
         return call
 
     def take_error(self):

@@ -51,7 +51,20 @@ def check_path(path) -> str:
         raise ValueError(f"{path} is a folder: name the GGUF file in it")
     if not os.path.exists(path):
         raise ValueError(f"{path} does not exist")
+    if not os.path.isfile(path):  # llama.cpp would wait for what comes out of a pipe
+        raise ValueError(f"{path} is not a regular file")
     return path
+
+
+def check_chat_format(name, metadata) -> None:
+    """llama_cpp finds out at the first chat. metadata: a Reader, or None."""
+    if name is None:
+        return
+    known = [*llama_cpp.llama_chat_format.LlamaChatCompletionHandlerRegistry()._chat_handlers]
+    template = f"tokenizer.{name}".removesuffix(".default")  # the model's own are called chat_template.NAME
+    if name not in known and (metadata is None or metadata.get(template) is None):
+        near = difflib.get_close_matches(str(name), known, 1)
+        raise ValueError(f"chat_format {name!r} is not known" + (f"; is {near[0]!r} meant?" if near else f"; there are {', '.join(sorted(known))}"))
 
 
 def read_metadata(path: str):
@@ -61,6 +74,17 @@ def read_metadata(path: str):
             return reader, ""
     except (GGUFError, OSError) as error:
         return None, str(error)
+
+
+def check_vocabulary(metadata, path: str) -> None:
+    """llama.cpp aborts the process for a token that is there twice; to it a text ends at a null character."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and tokens and isinstance(tokens[0], str):
+        sure = [t.partition("\0")[0] for t in tokens if "\ufffd" not in t]  # that one stands for bytes that are no UTF-8
+        seen = set()
+        twice = next((t for t in filter(None, sure) if t in seen or seen.add(t)), None)
+        if twice is not None:
+            raise ValueError(f"{path} is damaged: the token {twice!r} is in its vocabulary twice")
 
 
 def check_used_experts(overrides, metadata) -> int:

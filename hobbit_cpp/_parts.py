@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 
 from . import bindings as b  # before llama_cpp: it makes llama_cpp use our libraries
 
@@ -10,6 +12,7 @@ import llama_cpp
 from llama_cpp import _internals as internals
 
 from . import _log, stats
+from ._turns import Turns
 from .errors import HobbitError
 
 
@@ -38,18 +41,51 @@ class Context(internals.LlamaContext):
             raise RuntimeError(f"{name} returned {code}" + (f" ({lines[-1]})" if lines else ""))
 
 
+CLOSED = "this Llama was closed: load the model again"
+FORKED = "this Llama was loaded before the process forked, and its loader threads stayed behind: load the model in the child"
+
+
 class Closed:
     """In the place of a closed model's parts; the C functions behind those crash on a freed model."""
 
+    def __init__(self, why: str):
+        self._why = why
+
     def __getattr__(self, name):
-        raise RuntimeError("this Llama was closed: load the model again")
+        raise RuntimeError(self._why)
+
+
+_offloaded = weakref.WeakSet()
+
+
+def watch_forks(llm) -> None:
+    """A forked child has memory and locks of its parent's models, but none of their threads: there they are closed, and
+    never freed, which would wait for those threads."""
+    _offloaded.add(llm)
+
+
+def _after_fork():
+    for llm in list(_offloaded):
+        for owner, stack in ((llm, "_stack"), (llm._batch, "_exit_stack"), (llm._ctx, "_exit_stack"), (llm._model, "_exit_stack")):
+            if not isinstance(owner, Closed):
+                getattr(owner, stack).pop_all()
+        llm._turns = Turns()  # a thread of the parent's may hold the locks
+        llm._abandon(FORKED)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Generation:
-    """Counters and time at the start of a generation, at its first token, and at its latest."""
+    """Counters and time at the start of a generation, at its first token, and at its latest.
 
-    def __init__(self, llm):
+    lengths   [tokens of the prompt, new tokens without the one that ends the text]
+    """
+
+    def __init__(self, llm, n_prompt: int):
         self.llm = llm
+        self.lengths = [n_prompt, 0]
         self.n_layers = 0
         if llm._engine:
             info = b.hobbit_info()
@@ -62,7 +98,7 @@ class Generation:
 
     def mark(self):
         """After each token."""
-        if not self.llm._is_closed:
+        if not self.llm._closed:
             self.marks[min(2, len(self.marks)):] = [self._now()]
 
     def report(self):

@@ -1,4 +1,4 @@
-"""The command hobbit: run, convert, info, demo, bench, evaluate, trace, simulate, frontier, calibrate."""
+"""The command hobbit and its subcommands."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--raw", action="store_true", help="continue the text, even if the model has a chat template")
     how.add_argument("--chat", action="store_true", help="use the chat template; an error if the model has none")
     run.add_argument("--stats", action="store_true", help="print a table of what the expert cache did")
+    run.add_argument("--json", action="store_true", help="print text and statistics of a prompt as JSON, when it is done")
     add_model_arguments(run)
     add_offload_arguments(run)
 
@@ -86,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
     bench.add_argument("-n", "--tokens", type=int, default=64, metavar="N", help="tokens to generate (default: %(default)s)")
     bench.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each (default: %(default)s)")
+    bench.add_argument("--json", action="store_true", help="print all numbers as JSON: seconds, tokens per second, bytes")
     add_model_arguments(bench)
     add_offload_arguments(bench)
 
@@ -94,10 +96,10 @@ def _parser() -> argparse.ArgumentParser:
     add_evaluate_arguments(evaluate)
     add_model_arguments(evaluate, "tokens of a chunk, of which the second half counts (default: 512)")
     add_offload_arguments(evaluate)
-    from . import _cli_calibrate, _cli_frontier, _cli_trace
+    from . import _cli_calibrate, _cli_chat, _cli_doctor, _cli_frontier, _cli_serve, _cli_trace
     _cli_trace.add_parsers(commands)
-    _cli_frontier.add_parser(commands)
-    _cli_calibrate.add_parser(commands)
+    for module in (_cli_frontier, _cli_calibrate, _cli_chat, _cli_serve, _cli_doctor):
+        module.add_parser(commands)
     return p
 
 

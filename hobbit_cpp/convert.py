@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import signal
 import sys
@@ -307,6 +308,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--force", action="store_true", help="replace existing output files")
     p.add_argument("--threads", type=int, metavar="N", help="threads (default: all cores)")
     p.add_argument("--quiet", action="store_true", help="print errors and warnings only")
+    p.add_argument("--json", action="store_true", help="print the report as JSON")
     return p
 
 
@@ -326,7 +328,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
-    if not args.quiet:
+    if args.json:
+        print_text(json.dumps(report.to_dict(), indent=1))
+    elif not args.quiet:
         print_text(f"{report.source}: {report.description}\n{report.table()}")
     return 0
 

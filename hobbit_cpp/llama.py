@@ -13,19 +13,21 @@ import contextlib
 import ctypes
 import os
 import sys
+import threading
 
 from . import bindings as b  # before llama_cpp: it makes llama_cpp use our libraries
 
 import llama_cpp
 import numpy as np
 
-from . import _load, _log, stats
+from . import _load, _log, _sampling, stats
 from ._hooks import Hooks
-from ._parts import Closed, Context, Generation
-from .errors import HobbitError
+from ._parts import CLOSED, Closed, Context, Generation, watch_forks
+from ._turns import Turns
+from .errors import Cancelled, HobbitError
 from .settings import MISS, POLICIES, Settings, check_bool, check_int, check_policy, check_thresholds
 
-__all__ = ["HobbitError", "Llama"]
+__all__ = ["Cancelled", "HobbitError", "Llama"]
 
 PRECISION = {"low": b.HOBBIT_LOW, "high": b.HOBBIT_HIGH}
 
@@ -69,6 +71,10 @@ class Llama(llama_cpp.Llama):
     For a dual GGUF use_mmap is False unless given: what stays resident then lies in memory that the page
     cache cannot push out.
 
+    One thread at a time computes: a call while another thread's runs raises HobbitError. Statistics, settings and cancel() are
+    for every thread at any time, and close() waits for the token or batch being computed. A generation ends when something else
+    is computed with the model: the stream raises HobbitError when it is asked for more.
+
     Raises:
         TypeError: an unknown argument, or a value of the wrong type.
         ValueError: a value out of range; a file that is missing, damaged or not half of a pair; a budget below
@@ -79,11 +85,14 @@ class Llama(llama_cpp.Llama):
                  n_io_threads=None, direct_io=None, force_miss=None, host_copies=None, miss=None, admit=None,
                  preload=None, cpu_batch=None, miss_speeds=None, profile=None, **kwargs):
         self._stack = contextlib.ExitStack()  # close() works on an object that got no further
+        self._turns = Turns()
+        self._current = None  # the generation whose tokens are in the context
+        self._stepping = False
         self._engine = None
         self._hooks = None
-        self._last = None
+        self.last_generation = None
         self._evaluated = 0
-        self._is_closed = False
+        self._closed = ""  # why nothing works any more
         _load.check_keywords(kwargs)
         self._settings = Settings(t1=t1, t2=t2, cache_bytes=cache_bytes, policy=policy, policy_weights=policy_weights,
                                   low_fraction=low_fraction, n_io_threads=n_io_threads, direct_io=direct_io, force_miss=force_miss,
@@ -93,6 +102,7 @@ class Llama(llama_cpp.Llama):
         if kwargs.get("lora_path") is not None:
             kwargs["lora_path"] = os.fsdecode(kwargs["lora_path"])
         metadata, damage = _load.read_metadata(path)
+        _load.check_chat_format(kwargs.get("chat_format"), metadata)
         dual = metadata is not None and metadata.get("hobbit.role") == "main"
         if metadata is not None and metadata.get("hobbit.role") is None and self._settings.given:
             name = next(iter(self._settings.given))
@@ -100,6 +110,8 @@ class Llama(llama_cpp.Llama):
         self._sidecar = os.path.join(os.path.dirname(path), metadata.get("hobbit.sidecar", "")) if dual else None
 
         params = None
+        if metadata is not None:
+            _load.check_vocabulary(metadata, path)
         if metadata is not None and not kwargs.get("vocab_only"):
             n_used = _load.check_used_experts(kwargs.get("kv_overrides"), metadata)
             need = _load.need_of(metadata, path, kwargs, n_used)
@@ -120,6 +132,7 @@ class Llama(llama_cpp.Llama):
         if self._engine:
             self._ctx.__class__ = Context
             self._ctx.engine = self._engine
+            watch_forks(self)
         if self.verbose and sys.stderr is not None:
             print(stats.one_line(self.offload_stats()), file=sys.stderr)
 
@@ -131,6 +144,9 @@ class Llama(llama_cpp.Llama):
                 super().__init__(path, **kwargs)
                 if self.lora_path and not self._lora_adapter:  # a null pointer object, which the base takes for an adapter
                     raise RuntimeError(f"Failed to load the LoRA adapter {self.lora_path}")
+            if self._lora_adapter:  # before the model, also where the garbage collector finds that first
+                self._model._exit_stack.callback(llama_cpp.llama_adapter_lora_free, self._lora_adapter)
+                self._lora_adapter = None
         except Exception as error:
             reason = damage or _load.last_error(path)
             self.close()
@@ -147,41 +163,141 @@ class Llama(llama_cpp.Llama):
 
     # --- llama_cpp.Llama's, with more care ---
 
-    def eval(self, tokens):
-        if self._hooks is not None and self._hooks.running:
-            raise RuntimeError("a hook must not run the model that called it")
-        try:
-            super().eval(tokens)
-            self._evaluated += len(tokens)
-        except BaseException:
-            self._requires_eval = True  # the logits of the pass before are gone
-            raise
+    @contextlib.contextmanager
+    def _run(self):
+        """Around everything that computes or changes the context."""
+        with self._turns.run():
+            if not self._stepping:
+                self._current = None
+            yield
 
-    def generate(self, tokens, *args, **kwargs):
-        generator = super().generate(tokens, *args, **kwargs)
-        self._last = last = Generation(self)
-        sent = None
+    def _not_in_a_hook(self, what):
+        if self._hooks is not None and self._hooks.thread == threading.get_ident():
+            raise RuntimeError(f"a hook must not {what} the model that called it")
+
+    def _check_tokens(self, tokens):
+        """llama.cpp aborts, or says -1, for tokens that do not exist."""
+        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < self._n_vocab:
+            wrong = next(t for t in tokens if not 0 <= t < self._n_vocab)
+            raise ValueError(f"token {wrong} is not in the vocabulary of {self._n_vocab}")
+
+    def detokenize(self, tokens, *args, **kwargs):
+        if not self._closed:
+            self._check_tokens(tokens)
+        return super().detokenize(tokens, *args, **kwargs)
+
+    def _init_sampler(self, *args, logits_processor=None, grammar=None, **kwargs):
+        if grammar is not None:
+            _sampling.check_grammar(self._model, grammar)
+        if logits_processor is not None:
+            logits_processor = _sampling.Processors(logits_processor)
+        sampler = super()._init_sampler(*args, logits_processor=logits_processor, grammar=grammar, **kwargs)
+        sampler.__class__ = _sampling.Sampler
+        sampler.processors = logits_processor
+        sampler.candidates = self._candidates if grammar is not None else None
+        return sampler
+
+    def eval(self, tokens):
+        self._not_in_a_hook("run")
+        self._check_tokens(tokens)
+        with self._run():
+            try:
+                for i in range(0, max(1, len(tokens)), self.n_batch):
+                    self._turns.check()
+                    part = tokens[i:i + self.n_batch]
+                    super().eval(part)
+                    self._evaluated += len(part)
+            except BaseException:
+                self._requires_eval = True  # the logits of the pass before are gone
+                raise
+
+    def reset(self):
+        with self._run():
+            super().reset()
+
+    def sample(self, *args, **kwargs):
+        with self._turns.run():
+            return super().sample(*args, **kwargs)
+
+    def save_state(self):
+        with self._turns.run():
+            return super().save_state()
+
+    def load_state(self, state):
+        with self._run():
+            super().load_state(state)
+
+    def embed(self, *args, **kwargs):
+        with self._run():
+            return super().embed(*args, **kwargs)
+
+    def generate(self, tokens, *args, reset=True, **kwargs):
+        if not len(tokens) and (reset or self.n_tokens == 0):
+            raise ValueError("the prompt is empty: there is no token to go on from")
+        mine = sent = None
+        generator = super().generate(tokens, *args, reset=reset, **kwargs)
         try:
             while True:
-                try:
-                    token = generator.send(sent)
-                except StopIteration:
-                    return
-                finally:
-                    last.mark()
+                with self._turns.run():
+                    if mine is None:
+                        mine = self._current = self.last_generation = Generation(self, len(tokens))
+                    if self._current is not mine and not self._closed:
+                        raise HobbitError("this generation is over: something else was computed with the model before it ended")
+                    self._turns.check()
+                    self._stepping = True
+                    try:
+                        token = generator.send(sent)
+                    except StopIteration:
+                        return
+                    finally:
+                        self._stepping = False
+                        mine.mark()
+                    mine.lengths[1] += not llama_cpp.llama_vocab_is_eog(self._model.vocab, token)
                 sent = yield token
         finally:
             generator.close()
 
+    def _create_completion(self, *args, **kwargs):
+        """A call that does not stream is one step of this: other threads stay out until it ends."""
+        bias = kwargs.get("logit_bias")
+        if bias:
+            self._check_tokens([int(token) for token in bias])
+        steps = super()._create_completion(*args, **kwargs)
+        try:
+            while True:
+                with self._turns.run():
+                    try:
+                        part = next(steps)
+                    except StopIteration:
+                        return
+                yield part
+        finally:
+            steps.close()
+
+    def create_chat_completion(self, messages, *args, **kwargs):
+        _sampling.check_schema(kwargs.get("response_format"))
+        return super().create_chat_completion(messages, *args, **kwargs)
+
+    def cancel(self):
+        """End the call that another thread is in: it raises Cancelled after the token, or the batch of a prompt, that is being
+        computed. Nothing happens where none runs. The object stays usable."""
+        self._turns.stop(Cancelled("the call was cancelled"))
+
     def close(self):
-        """Free the model. Every later call raises RuntimeError."""
-        self._engine = None
-        super().close()
-        self._is_closed = True
-        self._hooks = None  # after the engine, which may call them
-        self._ctx = self._model = self._batch = Closed()
+        """Free the model, after the token or batch that another thread may be computing. Every later call raises RuntimeError."""
+        self._not_in_a_hook("close")
+        self._turns.stop(RuntimeError(CLOSED))
+        with self._turns.end():
+            super().close()
+            if not self._closed:
+                self._abandon(CLOSED)
+
+    def _abandon(self, why):
+        self._closed = why
+        self._engine = self._hooks = None
+        self._ctx = self._model = self._batch = Closed(why)
         if isinstance(getattr(self, "tokenizer_", None), llama_cpp.LlamaTokenizer):
-            self.tokenizer_ = Closed()
+            self.tokenizer_ = Closed(why)
 
     def __enter__(self):
         return self
@@ -199,13 +315,15 @@ class Llama(llama_cpp.Llama):
         """Are this model's experts offloaded?"""
         return bool(self._engine)
 
+    @contextlib.contextmanager
     def _offload(self):
-        """The engine; RuntimeError if there is none."""
-        if self._is_closed:
-            raise RuntimeError("this Llama was closed: load the model again")
-        if not self._engine:
-            raise HobbitError(f"{self.model_path} is an ordinary GGUF: its experts are not offloaded; convert it first (hobbit convert)")
-        return self._engine
+        """The engine, which is not freed meanwhile; RuntimeError if there is none."""
+        with self._turns.look():
+            if self._closed:
+                raise RuntimeError(self._closed)
+            if not self._engine:
+                raise HobbitError(f"{self.model_path} is an ordinary GGUF: its experts are not offloaded; convert it first (hobbit convert)")
+            yield self._engine
 
     def _check(self, code, kind):
         if code < 0:
@@ -214,7 +332,8 @@ class Llama(llama_cpp.Llama):
 
     def _params(self):
         params = b.hobbit_params()
-        b.hobbit_get_params(self._offload(), params)
+        with self._offload() as engine:
+            b.hobbit_get_params(engine, params)
         return params
 
     @property
@@ -228,7 +347,8 @@ class Llama(llama_cpp.Llama):
         if isinstance(value, str) or not hasattr(value, "__len__") or len(value) != 2:
             raise TypeError(f"thresholds must be a pair (t1, t2), not {value!r}")
         t1, t2 = check_thresholds(*value)
-        self._check(b.hobbit_set_thresholds(self._offload(), t1, t2), ValueError)
+        with self._offload() as engine:
+            self._check(b.hobbit_set_thresholds(engine, t1, t2), ValueError)
         self._settings.given.update(t1=t1, t2=t2)
 
     @property
@@ -244,7 +364,8 @@ class Llama(llama_cpp.Llama):
         """Change the eviction policy; weights as policy_weights in the constructor, None keeps those in force."""
         number, weights = check_policy(name, weights)
         c_weights = None if weights is None else (ctypes.c_float * 4)(*weights)
-        self._check(b.hobbit_set_policy(self._offload(), number, c_weights), ValueError)
+        with self._offload() as engine:
+            self._check(b.hobbit_set_policy(engine, number, c_weights), ValueError)
         self._settings.given.pop("policy_weights", None) if name != "hobbit" else None
         self._settings.given.update(policy=name, **({} if weights is None else {"policy_weights": weights}))
 
@@ -259,19 +380,22 @@ class Llama(llama_cpp.Llama):
                                    the CPU, whole or in part; slot -1); precision "high", "low" or "skip".
 
         layer counts layers with offloaded experts. The arrays are the function's own. An exception raised in a hook
-        ends the forward pass and comes out of the call that needed it. Hooks must not run the model.
+        ends the forward pass and comes out of the call that needed it. Hooks must not run the model, close it or
+        change its hooks.
         """
-        engine = self._offload()
-        hooks = Hooks(select, prefetch, event) if select or prefetch or event else None
-        b.hobbit_set_hooks(engine, hooks.c if hooks else None)
-        self._hooks = self._ctx.hooks = hooks
+        self._not_in_a_hook("change the hooks of")
+        with self._turns.run(), self._offload() as engine:
+            hooks = Hooks(select, prefetch, event) if select or prefetch or event else None
+            b.hobbit_set_hooks(engine, hooks.c if hooks else None)
+            self._hooks = self._ctx.hooks = hooks
 
     def prefetch(self, layer: int, expert: int, precision: str = "high") -> bool:
         """Ask for a copy to be loaded when the storage is idle. False: it is there, or no slot can be spared."""
         if precision not in PRECISION:
             raise ValueError(f"precision must be 'low' or 'high', not {precision!r}")
         layer, expert = check_int("layer", layer, 0, 2**31 - 1), check_int("expert", expert, 0, 2**31 - 1)
-        return bool(self._check(b.hobbit_prefetch(self._offload(), layer, expert, PRECISION[precision]), ValueError))
+        with self._offload() as engine:
+            return bool(self._check(b.hobbit_prefetch(engine, layer, expert, PRECISION[precision]), ValueError))
 
     @contextlib.contextmanager
     def trace(self, path):
@@ -280,33 +404,37 @@ class Llama(llama_cpp.Llama):
         try:
             yield self
         finally:
-            if not self._is_closed:
+            if not self._closed:
                 self.stop_trace()
 
     def start_trace(self, path):
         """Record the routing of every token from now on as a NumPy file: numpy.load(path) has one row per token and
         layer, with the fields seq, pos, layer, expert [n_used] and weight [n_used]. The file appears at stop_trace()
         or close(). Raises HobbitError where it cannot be written or a trace is running."""
-        self._check(b.hobbit_trace_start(self._offload(), os.fsencode(path)), HobbitError)
+        with self._offload() as engine:
+            self._check(b.hobbit_trace_start(engine, os.fsencode(path)), HobbitError)
 
     def stop_trace(self):
-        self._check(b.hobbit_trace_stop(self._offload()), HobbitError)
+        with self._offload() as engine:
+            self._check(b.hobbit_trace_stop(engine), HobbitError)
 
     def _raw(self) -> dict:
         s = b.hobbit_stats()
-        b.hobbit_get_stats(self._offload(), s)
+        with self._offload() as engine:
+            b.hobbit_get_stats(engine, s)
         return _dict(s)
 
     def reset_offload_stats(self):
         """Set all counters to 0."""
-        b.hobbit_reset_stats(self._offload())
+        with self._offload() as engine:
+            b.hobbit_reset_stats(engine)
 
     @property
     def last_stats(self):
         """The last generation (a completion, chat reply or generate()): {"prompt": ..., "decode": ...}, None before the
         first. Both have "seconds" and "evaluated", the tokens that went through the model, and with offloaded experts
         the counters of offload_stats()["totals"]. The prompt's part ends with the first new token."""
-        return None if self._last is None else self._last.report()
+        return None if self.last_generation is None else self.last_generation.report()
 
     def offload_stats(self) -> dict:
         """What is set up and what was counted since the load or the last reset; plain values only.
@@ -320,9 +448,14 @@ class Llama(llama_cpp.Llama):
         totals    counters (stats.py)
         layers    counters of each layer with offloaded experts, and its block number in the model
         """
-        if not self._is_closed and not self._engine:
-            return {"mode": "none", "model": self.model_path}
-        engine, p, info = self._offload(), self._params(), b.hobbit_info()
+        with self._turns.look():
+            if not self._closed and not self._engine:
+                return {"mode": "none", "model": self.model_path}
+        with self._offload() as engine:
+            return self._report(engine)
+
+    def _report(self, engine) -> dict:
+        p, info = self._params(), b.hobbit_info()
         b.hobbit_get_info(engine, info)
         groups, layers = [], []
         for i in range(info.n_groups):

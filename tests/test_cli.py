@@ -29,11 +29,14 @@ def dual(tmp_path_factory):
 # --- usage ------------------------------------------------------------------------------------
 
 
+COMMANDS = ("run", "convert", "info", "demo", "bench", "evaluate", "trace", "simulate", "frontier", "calibrate", "serve", "chat", "doctor")
+
+
 def test_help_and_version(hobbit):
     status, out, _ = hobbit("--help")
-    assert status == 0 and all(f"    {c} " in out for c in ("run", "convert", "info", "demo", "bench", "evaluate", "trace", "simulate", "frontier", "calibrate"))
+    assert status == 0 and all(f"    {c} " in out for c in COMMANDS)
     assert hobbit("--version")[:2] == (0, f"hobbit-cpp {__version__}\n")
-    for command in ("run", "convert", "info", "demo", "bench", "evaluate", "trace", "simulate", "frontier", "calibrate"):
+    for command in COMMANDS:
         status, out, _ = hobbit(command, "--help")
         assert status == 0 and out.startswith("usage:")
 
