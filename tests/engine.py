@@ -162,7 +162,9 @@ class _Trace:
 
 
 class Context:
-    def __init__(self, model: Model, *, n_ctx: int = 512, n_ubatch: int = 512, n_seq_max: int = 1, n_threads: int = 2):
+    """Further parameters: struct llama_context_params. With embeddings=True, decode() gives embeddings, not logits."""
+
+    def __init__(self, model: Model, *, n_ctx: int = 512, n_ubatch: int = 512, n_seq_max: int = 1, n_threads: int = 2, **params):
         p = llama.llama_context_default_params()
         p.n_ctx = n_ctx
         p.n_batch = n_ctx
@@ -170,7 +172,12 @@ class Context:
         p.n_seq_max = n_seq_max
         p.n_threads = p.n_threads_batch = n_threads
         p.kv_unified = True
+        for key, value in params.items():
+            assert hasattr(p, key), key
+            setattr(p, key, value)
         self.model = model
+        self.output, self.width = ((llama.llama_get_embeddings_ith, llama.llama_model_n_embd(model.handle)) if p.embeddings
+                                   else (llama.llama_get_logits_ith, model.n_vocab))
         self.handle = llama.llama_init_from_model(model.handle, p)
         assert self.handle
 
@@ -203,7 +210,7 @@ class Context:
             why = hobbit.hobbit_decode_error(self.model.h).decode() if self.model.h else ""
             raise DecodeError(f"{status} {why}")
         rows = range(n) if all_logits else [n - 1]
-        return np.stack([np.ctypeslib.as_array(llama.llama_get_logits_ith(self.handle, i), shape=(self.model.n_vocab,)) for i in rows])
+        return np.stack([np.ctypeslib.as_array(self.output(self.handle, i), shape=(self.width,)) for i in rows])
 
 
 def fraction(dual, part: float, n_expert_used: int = 0) -> dict:
@@ -218,7 +225,7 @@ def run(model: Model, prompt, *, n_ubatch: int = 512, generate: int = 0, n_ctx: 
     with Context(model, n_ctx=n_ctx or len(prompt) + generate + 8, n_ubatch=n_ubatch, **context) as c:
         logits, tokens = [c.decode(prompt)], []
         for i in range(generate):
-            tokens.append(int(logits[-1][-1].argmax()))
+            tokens.append(int(logits[-1][-1].argmax()) % model.n_vocab)
             logits.append(c.decode(tokens[-1:], len(prompt) + i))
         return np.concatenate(logits), tokens
 
