@@ -1,4 +1,4 @@
-"""The command hobbit: run, convert, info, demo, bench, evaluate, trace, simulate."""
+"""The command hobbit: run, convert, info, demo, bench, evaluate, trace, simulate, imatrix."""
 
 from __future__ import annotations
 
@@ -93,8 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     add_evaluate_arguments(evaluate)
     add_model_arguments(evaluate, "tokens of a chunk, of which the second half counts (default: 512)")
     add_offload_arguments(evaluate)
+    from ._cli_imatrix import add_parser
     from ._cli_trace import add_parsers
     add_parsers(commands)
+    add_parser(commands)
     return p
 
 
