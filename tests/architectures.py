@@ -40,7 +40,8 @@ TABLE = HERE.parent / "docs" / "architectures.md"
 STORED = {"int8+int2": "q8_0", "f16+q4": "f16"}  # the preset's high type: then the ordinary file has the same weights
 NO_MEMORY = ("llada-moe", "rnd1")                # attention both ways: a prompt must be one batch
 EMBEDDING = ("llama-embed", "nomic-bert-moe")    # embeddings are compared; a prompt must be one batch, too
-DRAFTS = ("dflash",)                             # with experts, but only beside the model that they draft for
+# Whose draft head (multi-token prediction) runs with experts on the fixtures; not glm4moe and mimo2, where llama.cpp stops
+DRAFT_HEADS = ("cohere2moe", "deepseek2", "deepseek32", "glm-dsa", "hy_v3", "qwen35moe", "qwen3next")
 
 
 # --- making models ---
@@ -70,12 +71,13 @@ def make(arch: str, path, **numbers) -> Path | None:
     return Path(path) if done.returncode == 0 else None
 
 
-def rewrite(src, dst, kind: str, apart: bool = False) -> Path:
-    """A copy whose experts have another type (where it fits); apart: gate and up out of one tensor into two."""
+def rewrite(src, dst, kind: str, apart: bool = False, drop=lambda name: False) -> Path:
+    """A copy whose experts have another type (where it fits); apart: gate and up out of one tensor into two; drop: tensors to
+    leave out."""
     with Reader(str(src)) as r, StreamWriter(dst, None, r.alignment, overwrite=True) as w:
         w.copy_metadata(r)
         parts = []  # (tensor, name, type, first row, rows)
-        for t in r.tensors.values():
+        for t in (t for t in r.tensors.values() if not drop(t.name)):
             routed = EXPERT_NAME.match(t.name) and ggml.type_info(kind).fits(t.shape[0])
             new = ggml.type_info(kind) if routed else t.type
             if apart and "ffn_gate_up_exps.weight" in t.name:
@@ -181,6 +183,55 @@ def check(source, arch: str, folder: Path, *, apart: bool = False, presets=tuple
     return {**describe(plain), **result[presets[-1]], "presets": result}
 
 
+def draft(model, prompt) -> np.ndarray:
+    """Logits of a model's draft head (multi-token prediction) for tokens and random states in place of the model's own."""
+    llama, out = engine.llama, []
+    n_embd = llama.llama_model_n_embd_out(model.handle)
+    states = np.random.default_rng(0).standard_normal((len(prompt), n_embd), dtype=np.float32)
+    with engine.Context(model, n_ctx=128, n_ubatch=32, ctx_type=llama.LLAMA_CONTEXT_TYPE_MTP) as c:
+        batch = llama.llama_batch_ext_init(c.handle)
+        for first in range(0, len(prompt), 30):
+            llama.llama_batch_ext_clear(batch)
+            for i in range(first, min(first + 30, len(prompt))):
+                at = llama.llama_batch_ext_add_token(batch, 0, prompt[i])
+                row = llama.llama_embd(states[i].ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, n_embd)
+                assert llama.llama_batch_ext_set_embd_token(batch, at, row)
+                llama.llama_batch_ext_set_output_logits(batch, at, True)
+                llama.llama_batch_ext_set_pos(batch, at, ctypes.byref(llama.llama_pos(i)))
+            assert llama.llama_process(c.handle, llama.LLAMA_PROCESS_TYPE_DECODE, batch) == 0
+            out += [np.array(c.row(i)) for i in range(at + 1)]
+        llama.llama_batch_ext_free(batch)
+    return np.stack(out)
+
+
+def check_draft_head(source, arch: str, folder: Path) -> None:
+    """A model with a draft head: loaded without it and with it, both equal the ordinary file, and so does the head."""
+    with Reader(str(source)) as r:
+        head_block = f"blk.{r.get(f'{arch}.block_count') - 1}."
+        routed = [name for name in r.tensors if EXPERT_NAME.match(name)]
+    # scales in a head are counted as missing by llama.cpp where the head is not loaded
+    plain = rewrite(source, folder / "mtp.gguf", "f16", drop=lambda name: name.startswith(head_block) and name.endswith("scale"))
+    dual = folder / "mtp-dual.gguf"
+    convert(plain, dual, "keep", "q4_0", force=True)
+    with engine.Model(plain, load_mtp=True) as stock:
+        prompt = engine.prompt(40, stock.n_vocab)
+        expected, head = run(stock, prompt, arch), draft(stock, prompt)
+    assert np.isfinite(head).all()
+    with engine.Model(plain) as stock:
+        assert np.array_equal(run(stock, prompt, arch)[0], expected[0])
+    layers = {}
+    for load in (False, True):
+        for budget in ({"budget_kind": engine.MIN}, {"budget_kind": engine.AT_LEAST, "cache_bytes": 2**40}):
+            with engine.Model(dual, direct_io=0, load_mtp=load, **budget) as model:
+                layers[load] = model.info().n_layers
+                assert np.array_equal(run(model, prompt, arch)[0], expected[0]), f"logits differ with load_mtp={load}"
+                if load:
+                    got = draft(model, prompt)
+                    assert np.array_equal(got, head), f"the head's logits differ by up to {np.abs(got - head).max():.3g}"
+                    assert np.array_equal(run(model, prompt, arch)[0], expected[0]), "logits differ after the head ran"
+    assert layers[True] >= layers[False] and any(n.startswith(head_block) for n in routed), "the head has no experts"
+
+
 def check_both(source, arch: str, folder: Path, presets) -> list[dict]:
     """check() of a model and, where gate and up are one tensor, of its other form; {"refused": why} if it is not converted."""
     try:
@@ -189,6 +240,9 @@ def check_both(source, arch: str, folder: Path, presets) -> list[dict]:
         return [{"refused": str(error).split(": ", 1)[1]}]
     if "gate_up" in rows[0]["projections"]:  # the loader takes both forms
         rows.append(check(source, arch, folder, apart=True, presets=presets))
+    if arch in DRAFT_HEADS:
+        check_draft_head(folder / "head.gguf", arch, folder)
+        rows[0]["head"] = True
     return rows
 
 
@@ -201,6 +255,8 @@ def in_process(arch: str, presets=tuple(STORED)) -> list[dict] | str | None:
         with Reader(str(source)) as r:
             if not any(EXPERT_NAME.match(n) for n in r.tensors):
                 return None
+        if arch in DRAFT_HEADS:
+            make(arch, Path(folder) / "head.gguf", block_count=3, nextn_predict_layers=1)
         done = subprocess.run([sys.executable, __file__, "--check", arch, source, folder, *presets], capture_output=True, text=True, errors="replace",
                               env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_WAIT_POLICY": "passive"})
         for line in done.stdout.splitlines():
@@ -219,7 +275,8 @@ converted with both presets, run with memory for what one token needs and with m
 `t1=1` the logits of a prompt of 40 tokens and of 20 decoded ones are those of the ordinary file bit for bit, and with
 `t1=0.6, t2=0.9` all are finite. *Low copies*: relative squared error of the first token's logits if every expert but the
 first comes as q4_0, which shows that unequal weights would have been noticed. Where an architecture takes a scale per
-expert, the model has them.
+expert, the model has them. *Draft head*: a model with a block for multi-token prediction, loaded without it and with it;
+the head's logits are equal, too.
 
     python tests/architectures.py       makes this page again
 
@@ -233,7 +290,7 @@ def row(arch: str, r: dict) -> str:
         return f"| {arch} | | | | | | | | refused: {r['refused']} |"
     tensors = ", ".join(r["projections"]) + (", chunks" if r["chunks"] else "")
     return (f"| {arch} | {r['moe']} of {r['layers']} | {r['experts']}, {r['used']} | {r['router']} | {'yes' if r['shared'] else ''} | "
-            f"{', '.join(r['biases'])} | {tensors} | {r['nmse']:.1e} | equal |")
+            f"{', '.join(r['biases'])} | {tensors} | {r['nmse']:.1e} | equal{', draft head too' if 'head' in r else ''} |")
 
 
 def main() -> int:

@@ -70,7 +70,7 @@ def pair(src, low: str = "q4_0") -> Path:
 class Model:
     """A loaded model; .h is its engine, None for an ordinary one. Parameters: struct hobbit_params."""
 
-    def __init__(self, path, *, n_expert_used: int | None = None, extra_bufts: bool = False, **params):
+    def __init__(self, path, *, n_expert_used: int | None = None, extra_bufts: bool = False, load_mtp: bool = False, **params):
         p = hobbit.hobbit_params()
         hobbit.hobbit_default_params(p)
         p.t1 = p.t2 = 1.0
@@ -83,6 +83,7 @@ class Model:
             raise ValueError(hobbit.hobbit_last_error().decode())
         mp = llama.llama_model_default_params()
         mp.use_extra_bufts = extra_bufts
+        mp.load_mtp = load_mtp
         if n_expert_used is not None:
             overrides = (llama.llama_model_kv_override * 2)()
             overrides[0].key = f"{architecture(path)}.expert_used_count".encode()
@@ -210,7 +211,11 @@ class Context:
             why = hobbit.hobbit_decode_error(self.model.h).decode() if self.model.h else ""
             raise DecodeError(f"{status} {why}")
         rows = range(n) if all_logits else [n - 1]
-        return np.stack([np.ctypeslib.as_array(self.output(self.handle, i), shape=(self.width,)) for i in rows])
+        return np.stack([self.row(i) for i in rows])
+
+    def row(self, i: int) -> np.ndarray:
+        """What the last pass gave for a token; valid until the next."""
+        return np.ctypeslib.as_array(self.output(self.handle, i), shape=(self.width,))
 
 
 def fraction(dual, part: float, n_expert_used: int = 0) -> dict:

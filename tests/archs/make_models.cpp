@@ -72,6 +72,7 @@ int make(const char * name, const char * path, const std::vector<std::string> & 
     }
     llama_model_params params = llama_model_default_params();
     params.progress_callback = silent_model_load_progress;
+    params.load_mtp          = true;
     llama_model_ptr model(llama_model_init_from_user(g.get(), fill, nullptr, params));
     if (!model) {
         return 1; // the reason is in the log
