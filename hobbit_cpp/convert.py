@@ -1,6 +1,7 @@
 """Make a dual GGUF: split off a model's routed experts and store each at two precisions.
 
     python -m hobbit_cpp.convert SRC.gguf -o OUT.gguf       writes OUT.gguf and OUT.experts.gguf
+    python -m hobbit_cpp.convert DIR -o OUT.gguf            the same from a Hugging Face checkpoint
 
 or, from Python:
 
@@ -30,6 +31,7 @@ from gguf_tools.info import print_text
 from gguf_tools.reader import SPLIT_NAME, Reader
 from gguf_tools.writer import StreamWriter
 
+from . import _convert_hf
 from ._convert_imatrix import Imatrix
 from ._convert_plan import ConvertError, Copies, check_source, choose_types, describe, find_experts, parse_high, parse_type
 from ._convert_report import Report, summarize
@@ -48,14 +50,15 @@ def convert(src, out=None, high: str = "keep", low: str = "q2_k", *, link: bool 
             on_warning: Callable[[str], None] | None = None) -> Report:
     """Convert a mixture-of-experts GGUF to a main file and a sidecar with both copies of every expert.
 
-    src         the model, or part 1 of a split one
+    src         the model, or part 1 of a split one, or the folder of a Hugging Face checkpoint, of which llama.cpp's own
+                converter makes a GGUF that lies beside out meanwhile
     out         main file to write, NAME.gguf; the sidecar is NAME.experts.gguf beside it. Default:
                 SRC-hobbit.gguf in the current folder
     high        "keep" (bytes unchanged), a ggml type, or "<=TYPE": that type where the source is wider,
                 else unchanged
     low         a ggml type; must be smaller than the high copy
     link        leave the high copies in src (high must be "keep", or come to the same)
-    imatrix     importance matrix of llama-imatrix, either form, or None
+    imatrix     importance matrix of hobbit imatrix or llama-imatrix, either form, or None
     force       replace existing output files
     fallback    take another type, per tensor, where rows are no whole number of a type's blocks; False: refuse
     threads     quantizing threads; default: all cores this process may use
@@ -82,6 +85,13 @@ def convert(src, out=None, high: str = "keep", low: str = "q2_k", *, link: bool 
         threads = _cores() if threads is None else threads
         if threads < 1:
             raise ConvertError(f"{threads} threads cannot convert anything")
+        given = src
+        if os.path.isdir(src):
+            if link:
+                raise ConvertError(f"--link leaves the high copies in the source, which must be a GGUF and not the folder {src}")
+            _check_outputs([], out, imatrix, force)
+            _check_space(os.path.dirname(out), _convert_hf.weight_bytes(src))
+            src = stack.enter_context(_convert_hf.as_gguf(src, os.path.dirname(out), progress))
         reader = stack.enter_context(Reader(src))
         check_source(reader)
         experts = find_experts(reader)
@@ -95,7 +105,7 @@ def convert(src, out=None, high: str = "keep", low: str = "q2_k", *, link: bool 
             weights = Imatrix(imatrix)
             stack.callback(weights.close)
             weights.check(experts)
-        sidecar = _check_outputs(reader, out, imatrix, force)
+        sidecar = _check_outputs([f.path for f in reader.files], out, imatrix, force)
         # the sidecar is inside, so that it gets its name first: a main file never names a missing sidecar
         with StreamWriter(out, reader.get("general.architecture"), reader.alignment, force) as m, \
                 StreamWriter(sidecar, "hobbit", SIDECAR_ALIGNMENT, force) as s:
@@ -108,7 +118,7 @@ def convert(src, out=None, high: str = "keep", low: str = "q2_k", *, link: bool 
                 s.publish(sync=False)  # nothing slow between the two renames
                 m.publish()
         return Report(
-            source=src, main=out, sidecar=sidecar, description=describe(reader, experts),
+            source=given, main=out, sidecar=sidecar, description=describe(reader, experts),
             rows=summarize(experts, errors), high_bytes=sum(c.nbytes("high") for c in experts),
             low_bytes=sum(c.nbytes("low") for c in experts), main_bytes=os.path.getsize(out),
             sidecar_bytes=os.path.getsize(sidecar), link=link, seconds=time.monotonic() - started,
@@ -135,13 +145,13 @@ def _cores() -> int:
 # --- files ---
 
 def _default_output(src: str) -> str:
-    name = os.path.basename(src)  # in the current folder: models often lie where nothing should be written
+    name = os.path.basename(os.path.realpath(src) if os.path.isdir(src) else src)  # in the current folder: models often lie where nothing should be written
     match = SPLIT_NAME.match(name)
     stem = match[1] if match else name.removesuffix(".gguf")
     return f"{stem}-hobbit.gguf"
 
 
-def _check_outputs(reader: Reader, out: str, imatrix, force: bool) -> str:
+def _check_outputs(sources: list[str], out: str, imatrix, force: bool) -> str:
     """Name of the sidecar; raises ConvertError if one of the files cannot be written there."""
     folder, name = os.path.split(out)
     if not name.endswith(".gguf") or name == ".gguf":
@@ -149,7 +159,7 @@ def _check_outputs(reader: Reader, out: str, imatrix, force: bool) -> str:
     if not os.path.isdir(folder or "."):
         raise ConvertError(f"the folder {folder} does not exist")
     sidecar = out.removesuffix(".gguf") + ".experts.gguf"
-    inputs = [f.path for f in reader.files] + ([os.fspath(imatrix)] if imatrix is not None else [])
+    inputs = sources + ([os.fspath(imatrix)] if imatrix is not None else [])
     for path in (out, sidecar):
         if os.path.isdir(path):
             raise ConvertError(f"{path} is a folder")
@@ -291,7 +301,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m hobbit_cpp.convert",
         description="Split off a model's routed experts and store each of them at two precisions: OUT.gguf (everything else) "
                     "and OUT.experts.gguf (the experts).")
-    p.add_argument("source", metavar="SRC.gguf", help="a mixture-of-experts model, or part 1 of a split one")
+    p.add_argument("source", metavar="SRC.gguf", help="a mixture-of-experts model, or part 1 of a split one, or the folder of a Hugging "
+                                                      "Face checkpoint (needs pip install 'hobbit-cpp[hf]')")
     p.add_argument("-o", "--output", metavar="OUT.gguf", help="main file to write (default: SRC-hobbit.gguf in the current folder)")
     p.add_argument("--preset", choices=list(PRESETS), default=DEFAULT_PRESET,
                    help="types of both copies. int8+int2: q8_0 and q2_k; f16+q4: f16 and q4_0. The high type is taken "
@@ -301,7 +312,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--low", metavar="TYPE", help="type of the low copies: any type ggml can quantize to (default: the preset's)")
     p.add_argument("--link", action="store_true", help="leave the high copies in SRC, which must then stay where it is; implies "
                                                        "--high keep")
-    p.add_argument("--imatrix", metavar="FILE", help="importance matrix of llama-imatrix (GGUF or .dat)")
+    p.add_argument("--imatrix", metavar="FILE", help="importance matrix of hobbit imatrix or llama-imatrix (GGUF or .dat)")
     p.add_argument("--no-fallback", action="store_true", help="refuse where a tensor's rows do not fit a type, instead of taking "
                                                               "another type for that tensor")
     p.add_argument("--force", action="store_true", help="replace existing output files")
