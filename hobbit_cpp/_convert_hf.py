@@ -8,11 +8,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Iterator
+
+from gguf_tools.writer import raise_exit
 
 from . import _libs
 from ._convert_plan import ConvertError
@@ -49,11 +53,24 @@ def weight_bytes(folder: str) -> int:
 
 
 @contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """SIGTERM ends the process by an exception, unless somebody handles it already: nothing must be left behind."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, raise_exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
 def as_gguf(folder: str, beside: str, progress: bool) -> Iterator[str]:
     """Path of a GGUF of the checkpoint, in 16 bits a weight (or as the checkpoint has it), in a temporary folder of `beside`
     that is gone afterwards. Raises ConvertError with the converter's reason."""
     script, total = _converter(), weight_bytes(folder)
-    with tempfile.TemporaryDirectory(prefix=".hobbit-hf-", dir=beside or ".") as temporary, tempfile.TemporaryFile() as log:
+    with _sigterm_unwinds(), tempfile.TemporaryDirectory(prefix=".hobbit-hf-", dir=beside or ".") as temporary, tempfile.TemporaryFile() as log:
         out = os.path.join(temporary, os.path.basename(os.path.realpath(folder)) + ".gguf")
         meter = Progress(total, progress, label="checkpoint")
         child = subprocess.Popen([sys.executable, str(script), folder, "--outfile", out], stdin=subprocess.DEVNULL, stdout=log, stderr=log,

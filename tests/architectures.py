@@ -40,8 +40,10 @@ TABLE = HERE.parent / "docs" / "architectures.md"
 STORED = {"int8+int2": "q8_0", "f16+q4": "f16"}  # the preset's high type: then the ordinary file has the same weights
 NO_MEMORY = ("llada-moe", "rnd1")                # attention both ways: a prompt must be one batch
 EMBEDDING = ("llama-embed", "nomic-bert-moe")    # embeddings are compared; a prompt must be one batch, too
-# Whose draft head (multi-token prediction) runs with experts on the fixtures; not glm4moe and mimo2, where llama.cpp stops
-DRAFT_HEADS = ("cohere2moe", "deepseek2", "deepseek32", "glm-dsa", "hy_v3", "qwen35moe", "qwen3next")
+# Whose draft head (multi-token prediction) has experts and runs on the fixtures: with those of others llama.cpp itself stops
+DRAFT_HEADS = ("cohere2moe", "deepseek2", "deepseek32", "glm-dsa", "glm4moe", "hy_v3", "qwen35moe", "qwen3next")
+DRAFT_HEAD = {"block_count": 3, "nextn_predict_layers": 1}
+WITHOUT_SECTIONS = {"glm4moe": {"rope.dimension_sections": ""}}
 
 
 # --- making models ---
@@ -66,7 +68,7 @@ def names() -> list[str]:
 
 
 def make(arch: str, path, **numbers) -> Path | None:
-    """A model with 8 experts, 3 used, all tensors f32; None if llama.cpp cannot make one. numbers: further metadata."""
+    """A model with 8 experts, 3 used, all tensors f32; None if llama.cpp cannot make one. numbers: further metadata, "": left out."""
     done = subprocess.run([maker(), arch, path, *(f"{k}={v}" for k, v in numbers.items())], capture_output=True)
     return Path(path) if done.returncode == 0 else None
 
@@ -256,7 +258,7 @@ def in_process(arch: str, presets=tuple(STORED)) -> list[dict] | str | None:
             if not any(EXPERT_NAME.match(n) for n in r.tensors):
                 return None
         if arch in DRAFT_HEADS:
-            make(arch, Path(folder) / "head.gguf", block_count=3, nextn_predict_layers=1)
+            make(arch, Path(folder) / "head.gguf", **DRAFT_HEAD, **WITHOUT_SECTIONS.get(arch, {}))
         done = subprocess.run([sys.executable, __file__, "--check", arch, source, folder, *presets], capture_output=True, text=True, errors="replace",
                               env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_WAIT_POLICY": "passive"})
         for line in done.stdout.splitlines():

@@ -1,8 +1,13 @@
 """hobbit convert DIR: tiny random checkpoints, written by transformers, give the logits of transformers."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
 
-import numpy as np
 import pytest
 
 import engine
@@ -84,6 +89,30 @@ def test_what_the_converter_refuses(tmp_path, capsys):
     assert main([str(tmp_path), "-o", str(tmp_path / "o.gguf")]) == 1
     assert "Traceback" not in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 130)])
+def test_interrupted(tmp_path, repo, number, status):
+    """Nothing is left when it is ended while llama.cpp's converter runs, not even that."""
+    code = """
+        import sys, time
+        from pathlib import Path
+        from hobbit_cpp import _convert_hf, convert
+        slow = Path(sys.argv[1], "slow.py")
+        slow.write_text("import os, sys, time; open(sys.argv[1] + '/pid', 'w').write(str(os.getpid())); time.sleep(100)")
+        _convert_hf._converter = lambda: slow
+        sys.exit(convert.main([sys.argv[1], "-o", sys.argv[1] + "/o.gguf"]))
+    """
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], stderr=subprocess.DEVNULL, cwd=repo)
+    while child.poll() is None and not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+        time.sleep(0.05)
+    child.send_signal(number)
+    assert child.wait(timeout=60) == status
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors", "pid", "slow.py"]
 
 
 def test_folders_that_are_no_checkpoint(tmp_path, monkeypatch):

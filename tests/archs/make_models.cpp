@@ -1,4 +1,5 @@
-// Writes a tiny random model of an architecture:  make_models ARCH OUT.gguf [KEY=NUMBER ...]
+// Writes a tiny random model of an architecture:  make_models ARCH OUT.gguf [KEY=NUMBER | KEY= ...]
+// KEY= leaves the key out.
 // Without arguments it lists all architectures that llama.cpp has.
 //
 // The metadata that an architecture needs come from the fixtures of llama.cpp's own test of architectures, which is
@@ -43,6 +44,52 @@ void fill(ggml_tensor * t, void *) {
     ggml_backend_tensor_set(t, x.data(), 0, ggml_nbytes(t));
 }
 
+// The same metadata under the name of another architecture.
+gguf_context_ptr renamed(gguf_context * from, const std::string & old_name, const std::string & name) {
+    gguf_context_ptr to(gguf_init_empty());
+    for (int64_t i = 0; i < gguf_get_n_kv(from); ++i) {
+        std::string key = gguf_get_key(from, i);
+        if (key.compare(0, old_name.size() + 1, old_name + ".") == 0) {
+            key = name + key.substr(old_name.size());
+        }
+        const auto * k = key.c_str();
+        switch (gguf_get_kv_type(from, i)) {
+            case GGUF_TYPE_UINT32:  gguf_set_val_u32 (to.get(), k, gguf_get_val_u32 (from, i)); break;
+            case GGUF_TYPE_FLOAT32: gguf_set_val_f32 (to.get(), k, gguf_get_val_f32 (from, i)); break;
+            case GGUF_TYPE_BOOL:    gguf_set_val_bool(to.get(), k, gguf_get_val_bool(from, i)); break;
+            case GGUF_TYPE_STRING:  gguf_set_val_str (to.get(), k, gguf_get_val_str (from, i)); break;
+            case GGUF_TYPE_ARRAY:
+                if (gguf_get_arr_type(from, i) == GGUF_TYPE_STRING) {
+                    std::vector<const char *> texts;
+                    for (size_t n = 0; n < gguf_get_arr_n(from, i); ++n) {
+                        texts.push_back(gguf_get_arr_str(from, i, n));
+                    }
+                    gguf_set_arr_str(to.get(), k, texts.data(), texts.size());
+                } else {
+                    gguf_set_arr_data(to.get(), k, gguf_get_arr_type(from, i), gguf_get_arr_data(from, i), gguf_get_arr_n(from, i));
+                }
+                break;
+            default:
+                throw std::runtime_error(key + " has a type that the fixtures did not use");
+        }
+    }
+    gguf_set_val_str(to.get(), "general.architecture", name.c_str());
+    return to;
+}
+
+gguf_context_ptr fixture(llm_arch arch) {
+    if (arch != LLM_ARCH_DFLASH) {
+        return get_gguf_ctx(arch, true);
+    }
+    // its drafts with experts are blocks of deepseek4 without compressed attention
+    gguf_context_ptr g = renamed(get_gguf_ctx(LLM_ARCH_DEEPSEEK4, true).get(), llm_arch_name(LLM_ARCH_DEEPSEEK4), llm_arch_name(arch));
+    const uint32_t none[4] = {}, targets[1] = { 0 };
+    gguf_set_arr_data(g.get(), "dflash.attention.compress_ratios", GGUF_TYPE_UINT32, none, 4);
+    gguf_set_arr_data(g.get(), "dflash.target_layers", GGUF_TYPE_UINT32, targets, 1);
+    gguf_remove_key(g.get(), "dflash.rope.dimension_sections");
+    return g;
+}
+
 // What the fixtures leave out because llama.cpp's test does not run these.
 void complete(llm_arch arch, gguf_context * g, const std::string & prefix) {
     if (arch == LLM_ARCH_GEMMA4) {
@@ -62,13 +109,18 @@ int make(const char * name, const char * path, const std::vector<std::string> & 
         throw std::runtime_error(std::string("no architecture is called ") + name);
     }
     const std::string prefix = std::string(name) + ".";
-    gguf_context_ptr g = get_gguf_ctx(arch, true);
+    gguf_context_ptr g = fixture(arch);
     gguf_set_val_u32(g.get(), (prefix + "expert_count").c_str(), N_EXPERT);
     gguf_set_val_u32(g.get(), (prefix + "expert_used_count").c_str(), N_USED);
     complete(arch, g.get(), prefix);
     for (const std::string & e : extra) {
         const size_t at = e.find('=');
-        gguf_set_val_u32(g.get(), (prefix + e.substr(0, at)).c_str(), (uint32_t) std::stoul(e.substr(at + 1)));
+        const std::string key = prefix + e.substr(0, at);
+        if (e.size() == at + 1) {
+            gguf_remove_key(g.get(), key.c_str());
+        } else {
+            gguf_set_val_u32(g.get(), key.c_str(), (uint32_t) std::stoul(e.substr(at + 1)));
+        }
     }
     llama_model_params params = llama_model_default_params();
     params.progress_callback = silent_model_load_progress;
