@@ -124,6 +124,20 @@ TAIL = """
 `q1_0`, `q2_0`, `tq1_0` and `tq2_0` are for models that were trained with so few bits. Nothing is smaller than `q1_0`, so it
 cannot be a high type. `q8_1`, `q8_k` and the integer types hold no weights.
 
+## What an importance matrix is worth
+
+On a trained model with 8 experts (books-8x2-small, f16, every miss served at `t1=0.6, t2=1`), Kullback-Leibler divergence from
+the f16 model per token, without and with an importance matrix of 60 chunks of other text of the same kind:
+
+| low copies | without | with |
+|---|---|---|
+| q2_k | 0.0149 ± 0.0008 | 0.0107 ± 0.0006 |
+| iq2_s | 0.0146 ± 0.0010 | 0.0105 ± 0.0007 |
+
+    hobbit imatrix SRC.gguf --text CALIBRATION -o I.gguf --chunks 60
+    hobbit convert SRC.gguf -o OUT.gguf --low q2_k --imatrix I.gguf
+    hobbit evaluate OUT.gguf --text TEXT --ctx 256 --mode worst --chunks 12
+
 ## Rows that do not fit
 
 Where an expert's rows are no whole number of blocks (widths such as 1408, 1536 or 2880 with types of 256), that tensor
