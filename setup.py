@@ -102,7 +102,7 @@ class BuildLibraries(Command):
         manifest = (BUILD / "install_manifest.txt").read_text(encoding="utf-8").splitlines()
         installed = {pathlib.PurePath(line).name for line in manifest}
         for path in folder.iterdir():
-            if path.name not in installed:
+            if path.is_file() and path.name not in installed:
                 path.unlink()
 
     # What setuptools asks of a step of the build; the libraries are no sources and need no mapping.

@@ -311,8 +311,9 @@ class StreamWriter:
         # only where nobody else handles it; the exception then unwinds through __exit__
         if (threading.current_thread() is threading.main_thread()
                 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
-            self._old_sigterm = signal.signal(signal.SIGTERM, _raise_exit)
+            self._old_sigterm = signal.signal(signal.SIGTERM, raise_exit)
 
 
-def _raise_exit(signum, frame):
+def raise_exit(signum, frame):
+    """Signal handler: the process ends, and everything on the way is closed."""
     raise SystemExit(128 + signum)

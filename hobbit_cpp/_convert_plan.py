@@ -26,6 +26,9 @@ PROJECTIONS = ("gate", "up", "gate_up", "down")
 FUSED_ARCHITECTURES = ("cohere2moe", "deepseek2", "deepseek2-ocr", "gemma4", "granite_swa", "hy_v3", "mistral4",
                        "qwen35moe", "qwen3next", "qwen4exp")
 
+# Architectures whose loader knows expert tensors, but whose graph does not use them (test_architectures.py finds them).
+UNUSED_EXPERTS = ("refact",)
+
 # tensor_type_fallback() of llama.cpp's src/llama-quant.cpp
 _SUBSTITUTES = {
     "iq4_nl": ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs"),
@@ -140,6 +143,8 @@ def find_experts(reader: Reader) -> list[Copies]:
 
 def _check_experts(reader: Reader, experts: list[Copies]) -> None:
     path, arch = reader.path, reader.get("general.architecture")
+    if arch in UNUSED_EXPERTS:
+        raise ConvertError(f"{path}: llama.cpp loads experts for the architecture {arch}, but computes nothing with them")
     n_expert = reader.get(f"{arch}.expert_count", kind=int)
     layers: dict[tuple[int, str], dict[str, Copies]] = {}
     for c in experts:

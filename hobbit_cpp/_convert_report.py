@@ -33,7 +33,8 @@ class Report:
     """Result of convert(). Sizes in bytes."""
     source: str
     main: str
-    sidecar: str
+    sidecar: str              # its first file
+    parts: int                # files of the sidecar
     description: str          # one line about the source
     rows: list[Row]
     high_bytes: int           # all high copies (linked: in the source)
@@ -72,7 +73,8 @@ class Report:
             lines += [f"  {f}" for f in merge_layers(self.fallbacks)]
         lines += [f"note: {n}" for n in self.notes]
         lines.append(f"wrote {self.main} ({self.main_bytes / 2**20:,.1f} MiB)")
-        lines.append(f"wrote {self.sidecar} ({self.sidecar_bytes / 2**20:,.1f} MiB) in {self.seconds:.1f} s")
+        more = f" and {self.parts - 1} more part{'s' if self.parts > 2 else ''}" if self.parts > 1 else ""
+        lines.append(f"wrote {self.sidecar}{more} ({self.sidecar_bytes / 2**20:,.1f} MiB) in {self.seconds:.1f} s")
         return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ from gguf_tools.reader import Reader, Tensor
 from gguf_tools.writer import StreamWriter
 
 from ._convert_imatrix import Imatrix
+from ._convert_parts import PartsWriter
 from ._convert_plan import ConvertError, Copies
 from ._progress import Progress
 
@@ -38,7 +39,7 @@ class Errors:
     low_error: float = 0.0   # of low - high
 
 
-def write_pair(reader: Reader, experts: list[Copies], main: StreamWriter, sidecar: StreamWriter, *, link: bool,
+def write_pair(reader: Reader, experts: list[Copies], main: StreamWriter, sidecar: PartsWriter, *, link: bool,
                imatrix: Imatrix | None, threads: int, progress: bool,
                warn: Callable[[str], None]) -> dict[str, Errors]:
     """Write the data of both files; both writers are past begin_data(). Returns {tensor name: Errors}.
@@ -131,7 +132,7 @@ def _copy(reader: Reader, t: Tensor, offset: int, out: StreamWriter) -> tuple[st
 
 
 def _convert(reader: Reader, c: Copies, expert: int, row: int, n_rows: int, weights: np.ndarray | None,
-             out: StreamWriter, link: bool) -> tuple[str, int, Errors]:
+             out: PartsWriter, link: bool) -> tuple[str, int, Errors]:
     """Make both copies of rows [row, row + n_rows) of one expert."""
     t, first = c.tensor, expert * c.n_out + row
     raw = reader.read(t, first * t.row_bytes, n_rows * t.row_bytes)
@@ -157,7 +158,7 @@ def _convert(reader: Reader, c: Copies, expert: int, row: int, n_rows: int, weig
     return t.name, len(raw), errors
 
 
-def _quantize_to(kind: ggml.TypeInfo, x: np.ndarray, weights, out: StreamWriter, name: str, first: int) -> np.ndarray:
+def _quantize_to(kind: ggml.TypeInfo, x: np.ndarray, weights, out: PartsWriter, name: str, first: int) -> np.ndarray:
     """Write rows as `kind`, the first of them being row `first` of the tensor; returns what they read back as."""
     packed = ggml.quantize(kind, x, weights)
     out.write(name, first * packed.shape[1], packed)

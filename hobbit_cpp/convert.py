@@ -1,6 +1,7 @@
 """Make a dual GGUF: split off a model's routed experts and store each at two precisions.
 
     python -m hobbit_cpp.convert SRC.gguf -o OUT.gguf       writes OUT.gguf and OUT.experts.gguf
+    python -m hobbit_cpp.convert DIR -o OUT.gguf            the same from a Hugging Face checkpoint
 
 or, from Python:
 
@@ -31,10 +32,13 @@ from gguf_tools.info import print_text
 from gguf_tools.reader import SPLIT_NAME, Reader
 from gguf_tools.writer import StreamWriter
 
+from . import _convert_hf
 from ._convert_imatrix import Imatrix
+from ._convert_parts import PartsWriter, divide, part_names, sidecar_tensors
 from ._convert_plan import ConvertError, Copies, check_source, choose_types, describe, find_experts, parse_high, parse_type
 from ._convert_report import Report, summarize
 from ._convert_run import write_pair
+from .memory import parse_bytes
 
 __all__ = ["ConvertError", "PRESETS", "Report", "convert", "main"]
 
@@ -45,20 +49,22 @@ DEFAULT_PRESET = "int8+int2"
 
 
 def convert(src, out=None, high: str = "keep", low: str = "q2_k", *, link: bool = False, imatrix=None,
-            force: bool = False, fallback: bool = True, threads: int | None = None, progress: bool = False,
+            force: bool = False, fallback: bool = True, split_max_bytes: int | None = None, threads: int | None = None, progress: bool = False,
             on_warning: Callable[[str], None] | None = None) -> Report:
     """Convert a mixture-of-experts GGUF to a main file and a sidecar with both copies of every expert.
 
-    src         the model, or part 1 of a split one
+    src         the model, or part 1 of a split one, or the folder of a Hugging Face checkpoint, of which llama.cpp's own
+                converter makes a GGUF that lies beside out meanwhile
     out         main file to write, NAME.gguf; the sidecar is NAME.experts.gguf beside it. Default:
                 SRC-hobbit.gguf in the current folder
     high        "keep" (bytes unchanged), a ggml type, or "<=TYPE": that type where the source is wider,
                 else unchanged
     low         a ggml type; must be smaller than the high copy
     link        leave the high copies in src (high must be "keep", or come to the same)
-    imatrix     importance matrix of llama-imatrix, either form, or None
+    imatrix     importance matrix of hobbit imatrix or llama-imatrix, either form, or None
     force       replace existing output files
     fallback    take another type, per tensor, where rows are no whole number of a type's blocks; False: refuse
+    split_max_bytes  the sidecar in several files of at most so many bytes, NAME.experts-00001-of-0000N.gguf and so on
     threads     quantizing threads; default: all cores this process may use
     progress    show a progress line on stderr if that is a terminal
     on_warning  called with each warning when it arises; they are in the report, too
@@ -83,6 +89,13 @@ def convert(src, out=None, high: str = "keep", low: str = "q2_k", *, link: bool 
         threads = _cores() if threads is None else threads
         if threads < 1:
             raise ConvertError(f"{threads} threads cannot convert anything")
+        given = src
+        if os.path.isdir(src):
+            if link:
+                raise ConvertError(f"--link leaves the high copies in the source, which must be a GGUF and not the folder {src}")
+            _check_outputs([], out, 1, imatrix, force)
+            _check_space(os.path.dirname(out), _convert_hf.weight_bytes(src))
+            src = stack.enter_context(_convert_hf.as_gguf(src, os.path.dirname(out), progress))
         reader = stack.enter_context(Reader(src))
         check_source(reader)
         experts = find_experts(reader)
@@ -96,10 +109,11 @@ def convert(src, out=None, high: str = "keep", low: str = "q2_k", *, link: bool 
             weights = Imatrix(imatrix)
             stack.callback(weights.close)
             weights.check(experts)
-        sidecar = _check_outputs(reader, out, imatrix, force)
+        parts = divide(sidecar_tensors(experts, link), split_max_bytes, SIDECAR_ALIGNMENT)
+        sidecars = _check_outputs([f.path for f in reader.files], out, len(parts), imatrix, force)
         # the sidecar is inside, so that it gets its name first: a main file never names a missing sidecar
         with StreamWriter(out, reader.get("general.architecture"), reader.alignment, force) as m, \
-                StreamWriter(sidecar, "hobbit", SIDECAR_ALIGNMENT, force) as s:
+                PartsWriter(sidecars, parts, "hobbit", SIDECAR_ALIGNMENT, force) as s:
             _write_headers(reader, experts, m, s, high_used, low, link)
             errors = write_pair(reader, experts, m, s, link=link, imatrix=weights, threads=threads,
                                 progress=progress, warn=warn)
@@ -109,10 +123,10 @@ def convert(src, out=None, high: str = "keep", low: str = "q2_k", *, link: bool 
                 s.publish(sync=False)  # nothing slow between the two renames
                 m.publish()
         return Report(
-            source=src, main=out, sidecar=sidecar, description=describe(reader, experts),
+            source=given, main=out, sidecar=s.path, parts=len(parts), description=describe(reader, experts),
             rows=summarize(experts, errors), high_bytes=sum(c.nbytes("high") for c in experts),
             low_bytes=sum(c.nbytes("low") for c in experts), main_bytes=os.path.getsize(out),
-            sidecar_bytes=os.path.getsize(sidecar), link=link, seconds=time.monotonic() - started,
+            sidecar_bytes=s.size(), link=link, seconds=time.monotonic() - started,
             fallbacks=[f for c in experts for f in c.fallbacks], warnings=warnings, notes=_notes(experts))
 
 
@@ -136,22 +150,22 @@ def _cores() -> int:
 # --- files ---
 
 def _default_output(src: str) -> str:
-    name = os.path.basename(src)  # in the current folder: models often lie where nothing should be written
+    name = os.path.basename(os.path.realpath(src) if os.path.isdir(src) else src)  # in the current folder: models often lie where nothing should be written
     match = SPLIT_NAME.match(name)
     stem = match[1] if match else name.removesuffix(".gguf")
     return f"{stem}-hobbit.gguf"
 
 
-def _check_outputs(reader: Reader, out: str, imatrix, force: bool) -> str:
-    """Name of the sidecar; raises ConvertError if one of the files cannot be written there."""
+def _check_outputs(sources: list[str], out: str, n_parts: int, imatrix, force: bool) -> list[str]:
+    """Names of the sidecar's files; raises ConvertError if one of the files cannot be written there."""
     folder, name = os.path.split(out)
     if not name.endswith(".gguf") or name == ".gguf":
         raise ConvertError(f"the output must be called NAME.gguf, not {out}")
     if not os.path.isdir(folder or "."):
         raise ConvertError(f"the folder {folder} does not exist")
-    sidecar = out.removesuffix(".gguf") + ".experts.gguf"
-    inputs = [f.path for f in reader.files] + ([os.fspath(imatrix)] if imatrix is not None else [])
-    for path in (out, sidecar):
+    sidecars = part_names(out.removesuffix(".gguf") + ".experts.gguf", n_parts)
+    inputs = sources + ([os.fspath(imatrix)] if imatrix is not None else [])
+    for path in (out, *sidecars):
         if os.path.isdir(path):
             raise ConvertError(f"{path} is a folder")
         for given in inputs:
@@ -159,7 +173,7 @@ def _check_outputs(reader: Reader, out: str, imatrix, force: bool) -> str:
                 raise ConvertError(f"{path} is an input of this conversion and would be overwritten: give another output name")
         if os.path.lexists(path) and not force:
             raise ConvertError(f"{path} exists already: give another output name, or --force to replace it")
-    return sidecar
+    return sidecars
 
 
 def _check_space(folder: str, needed: int) -> None:
@@ -200,7 +214,7 @@ def _uninterrupted():
 
 # --- headers (docs/format.md) ---
 
-def _write_headers(reader: Reader, experts: list[Copies], m: StreamWriter, s: StreamWriter,
+def _write_headers(reader: Reader, experts: list[Copies], m: StreamWriter, s: PartsWriter,
                    high: str, low: str, link: bool) -> None:
     source = source_id(reader)
     pair = _pair_id(source, experts)
@@ -226,12 +240,8 @@ def _write_headers(reader: Reader, experts: list[Copies], m: StreamWriter, s: St
     s.add("hobbit.link", link, "bool")
     if link:
         _add_link(reader, experts, s)
-    for layer in sorted({c.layer for c in experts}):
-        here = [c for c in experts if c.layer == layer]
-        for c in [] if link else here:
-            s.add_tensor(c.tensor.name + ".high", c.tensor.shape, c.high)
-        for c in here:
-            s.add_tensor(c.tensor.name + ".low", c.tensor.shape, c.low)
+    for name, shape, kind, _ in sidecar_tensors(experts, link):
+        s.add_tensor(name, shape, kind)
 
     headers = 2 * sum(len(f.head) for f in reader.files) + 200 * len(experts) + SIDECAR_ALIGNMENT
     _check_space(os.path.dirname(m.path), m.data_size + s.data_size + headers)
@@ -260,7 +270,7 @@ def _pair_id(source: str, experts: list[Copies]) -> str:
     return h.hexdigest()
 
 
-def _add_link(reader: Reader, experts: list[Copies], s: StreamWriter) -> None:
+def _add_link(reader: Reader, experts: list[Copies], s: PartsWriter) -> None:
     folder = os.path.realpath(os.path.dirname(s.path) or ".")
     paths = []
     for f in reader.files:
@@ -292,7 +302,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m hobbit_cpp.convert",
         description="Split off a model's routed experts and store each of them at two precisions: OUT.gguf (everything else) "
                     "and OUT.experts.gguf (the experts).")
-    p.add_argument("source", metavar="SRC.gguf", help="a mixture-of-experts model, or part 1 of a split one")
+    p.add_argument("source", metavar="SRC.gguf", help="a mixture-of-experts model, or part 1 of a split one, or the folder of a Hugging "
+                                                      "Face checkpoint (needs pip install 'hobbit-cpp[hf]')")
     p.add_argument("-o", "--output", metavar="OUT.gguf", help="main file to write (default: SRC-hobbit.gguf in the current folder)")
     p.add_argument("--preset", choices=list(PRESETS), default=DEFAULT_PRESET,
                    help="types of both copies. int8+int2: q8_0 and q2_k; f16+q4: f16 and q4_0. The high type is taken "
@@ -302,9 +313,10 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--low", metavar="TYPE", help="type of the low copies: any type ggml can quantize to (default: the preset's)")
     p.add_argument("--link", action="store_true", help="leave the high copies in SRC, which must then stay where it is; implies "
                                                        "--high keep")
-    p.add_argument("--imatrix", metavar="FILE", help="importance matrix of llama-imatrix (GGUF or .dat)")
+    p.add_argument("--imatrix", metavar="FILE", help="importance matrix of hobbit imatrix or llama-imatrix (GGUF or .dat)")
     p.add_argument("--no-fallback", action="store_true", help="refuse where a tensor's rows do not fit a type, instead of taking "
                                                               "another type for that tensor")
+    p.add_argument("--split-max-size", metavar="SIZE", help="write the sidecar as several files of at most SIZE (50GB); the main file stays whole")
     p.add_argument("--force", action="store_true", help="replace existing output files")
     p.add_argument("--threads", type=int, metavar="N", help="threads (default: all cores)")
     p.add_argument("--quiet", action="store_true", help="print errors and warnings only")
@@ -319,10 +331,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.link and args.high is None:
         high = "keep"
     try:
+        split = None if args.split_max_size is None else parse_bytes(args.split_max_size)
         report = convert(args.source, args.output, args.high or high, args.low or low, link=args.link, imatrix=args.imatrix,
-                         force=args.force, fallback=not args.no_fallback, threads=args.threads, progress=not args.quiet,
+                         force=args.force, fallback=not args.no_fallback, split_max_bytes=split, threads=args.threads, progress=not args.quiet,
                          on_warning=lambda text: print(f"warning: {text}", file=sys.stderr))
-    except ConvertError as e:
+    except ValueError as e:  # ConvertError, or a size that is none
         print(f"error: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

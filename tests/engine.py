@@ -70,7 +70,7 @@ def pair(src, low: str = "q4_0") -> Path:
 class Model:
     """A loaded model; .h is its engine, None for an ordinary one. Parameters: struct hobbit_params."""
 
-    def __init__(self, path, *, n_expert_used: int | None = None, extra_bufts: bool = False, **params):
+    def __init__(self, path, *, n_expert_used: int | None = None, extra_bufts: bool = False, load_mtp: bool = False, **params):
         p = hobbit.hobbit_params()
         hobbit.hobbit_default_params(p)
         p.t1 = p.t2 = 1.0
@@ -83,6 +83,7 @@ class Model:
             raise ValueError(hobbit.hobbit_last_error().decode())
         mp = llama.llama_model_default_params()
         mp.use_extra_bufts = extra_bufts
+        mp.load_mtp = load_mtp
         if n_expert_used is not None:
             overrides = (llama.llama_model_kv_override * 2)()
             overrides[0].key = f"{architecture(path)}.expert_used_count".encode()
@@ -162,7 +163,9 @@ class _Trace:
 
 
 class Context:
-    def __init__(self, model: Model, *, n_ctx: int = 512, n_ubatch: int = 512, n_seq_max: int = 1, n_threads: int = 2):
+    """Further parameters: struct llama_context_params. With embeddings=True, decode() gives embeddings, not logits."""
+
+    def __init__(self, model: Model, *, n_ctx: int = 512, n_ubatch: int = 512, n_seq_max: int = 1, n_threads: int = 2, **params):
         p = llama.llama_context_default_params()
         p.n_ctx = n_ctx
         p.n_batch = n_ctx
@@ -170,7 +173,12 @@ class Context:
         p.n_seq_max = n_seq_max
         p.n_threads = p.n_threads_batch = n_threads
         p.kv_unified = True
+        for key, value in params.items():
+            assert hasattr(p, key), key
+            setattr(p, key, value)
         self.model = model
+        self.output, self.width = ((llama.llama_get_embeddings_ith, llama.llama_model_n_embd(model.handle)) if p.embeddings
+                                   else (llama.llama_get_logits_ith, model.n_vocab))
         self.handle = llama.llama_init_from_model(model.handle, p)
         assert self.handle
 
@@ -203,7 +211,11 @@ class Context:
             why = hobbit.hobbit_decode_error(self.model.h).decode() if self.model.h else ""
             raise DecodeError(f"{status} {why}")
         rows = range(n) if all_logits else [n - 1]
-        return np.stack([np.ctypeslib.as_array(llama.llama_get_logits_ith(self.handle, i), shape=(self.model.n_vocab,)) for i in rows])
+        return np.stack([self.row(i) for i in rows])
+
+    def row(self, i: int) -> np.ndarray:
+        """What the last pass gave for a token; valid until the next."""
+        return np.ctypeslib.as_array(self.output(self.handle, i), shape=(self.width,))
 
 
 def fraction(dual, part: float, n_expert_used: int = 0) -> dict:
@@ -218,7 +230,7 @@ def run(model: Model, prompt, *, n_ubatch: int = 512, generate: int = 0, n_ctx: 
     with Context(model, n_ctx=n_ctx or len(prompt) + generate + 8, n_ubatch=n_ubatch, **context) as c:
         logits, tokens = [c.decode(prompt)], []
         for i in range(generate):
-            tokens.append(int(logits[-1][-1].argmax()))
+            tokens.append(int(logits[-1][-1].argmax()) % model.n_vocab)
             logits.append(c.decode(tokens[-1:], len(prompt) + i))
         return np.concatenate(logits), tokens
 

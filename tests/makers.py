@@ -29,7 +29,8 @@ def values(name: str, shape, seed: int = 0, scale: float = 0.05) -> np.ndarray:
 
 def packed(name: str, shape, kind: str, seed: int = 0) -> np.ndarray:
     """The tensor's bytes as type `kind`, uint8 [rows, row bytes]."""
-    return ggml.quantize(kind, values(name, shape, seed))
+    even = np.ones(shape[0], np.float32) if ggml.requires_imatrix(kind) else None
+    return ggml.quantize(kind, values(name, shape, seed), even)
 
 
 def tensor_shapes(arch: str, n_layer: int, d: int, ff: int, n_expert: int, n_vocab: int, *, fused: bool = False,

@@ -29,7 +29,7 @@ def dual(tmp_path_factory):
 # --- usage ------------------------------------------------------------------------------------
 
 
-COMMANDS = ("run", "convert", "info", "demo", "bench", "evaluate", "trace", "simulate", "frontier", "calibrate", "serve", "chat", "doctor")
+COMMANDS = ("run", "convert", "info", "demo", "bench", "evaluate", "trace", "simulate", "imatrix", "frontier", "calibrate", "serve", "chat", "doctor")
 
 
 def test_help_and_version(hobbit):
@@ -56,7 +56,7 @@ def test_run(hobbit, dual):
     status, out, err = hobbit(*argv)
     assert status == 0 and len(out.strip()) > 20
     assert re.fullmatch(r"\[prompt \d+ tokens, [\d.]+ tok/s; reply 19 tokens, [\d.]+ tok/s; hits [\d.]+ %; [\d.]+ \w+ read per token; "
-                        r"experts [\d.]+ MiB of budget 2.9 MiB; peak memory [\d.]+ MiB\]\n", err)
+                        r"experts [\d.]+ MiB of budget 2.9 MiB; peak memory [\d.]+ [MG]iB\]\n", err)
     assert hobbit(*argv)[1] == out  # the seed decides
     status, _, err = hobbit(*argv, "--stats", "--t1", 0.3, "--t2", 0.5, "--policy", "lru", "--no-direct-io", "--io-threads", 2)
     assert status == 0 and "T1 0.3, T2 0.5, policy lru, 2 buffered reads" in err

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <stdexcept>
 #include <tuple>
@@ -318,7 +319,26 @@ static void place_banks(hobbit & h, size_t gi, hob::group_layout & g, const grou
     }
 }
 
+// Layers that this load leaves out, such as draft heads (load_mtp), get no slots.
+static void drop_layers(hobbit_sidecar & sc, const std::function<bool(const hobbit_sidecar_layer &)> & used) {
+    std::vector<hobbit_sidecar_layer> kept;
+    for (const hobbit_sidecar_layer & l : sc.layers) {
+        const bool keep = used(l);
+        for (int p = 0; p < l.n_proj; ++p) {
+            sc.tensors[l.tensors[p]].layer = keep ? (int) kept.size() : -1;
+        }
+        if (keep) {
+            kept.push_back(l);
+        }
+    }
+    if (kept.empty()) {
+        throw std::runtime_error(sc.path + ": none of its layers is loaded");
+    }
+    sc.layers = std::move(kept);
+}
+
 void hobbit_start(hobbit & h, const llama_model & model) {
+    drop_layers(h.sidecar, [&](const hobbit_sidecar_layer & l) { return model.get_tensor(h.sidecar.tensors[l.tensors[0]].name.c_str()) != nullptr; });
     std::vector<int> n_used;
     std::vector<ggml_backend_buffer_type_t> bufts;
     for (const hobbit_sidecar_layer & l : h.sidecar.layers) {
@@ -417,11 +437,20 @@ static hob::model_layout probe(const std::string & path, int n_used_override) {
     if (side.empty()) {
         throw std::runtime_error(path + ": is an ordinary GGUF: convert it first");
     }
-    const hobbit_sidecar sc = hobbit_read_sidecar(side);
+    hobbit_sidecar sc = hobbit_read_sidecar(side);
     check_pair(sc, g.get(), path);
 
+    const std::string arch = string_key(g.get(), "general.architecture");
+    const auto number = [&](const std::string & key, uint32_t otherwise) {
+        const int64_t id = gguf_find_key(g.get(), (arch + key).c_str());
+        return id >= 0 && gguf_get_kv_type(g.get(), id) == GGUF_TYPE_UINT32 ? gguf_get_val_u32(g.get(), id) : otherwise;
+    };
+    // the last blocks are draft heads, which are not loaded unless asked for
+    const uint32_t n_blocks = number(".block_count", UINT32_MAX), n_heads = number(".nextn_predict_layers", 0);
+    drop_layers(sc, [&](const hobbit_sidecar_layer & l) { return n_heads >= n_blocks || (uint32_t) l.block < n_blocks - n_heads; });
+
     std::vector<int> n_used;
-    const std::string key = string_key(g.get(), "general.architecture") + ".expert_used_count";
+    const std::string key = arch + ".expert_used_count";
     const int64_t id = gguf_find_key(g.get(), key.c_str());
     for (const hobbit_sidecar_layer & l : sc.layers) {
         uint32_t n = 0;

@@ -115,6 +115,47 @@ std::map<std::string, link_entry> read_links(const gguf_context * g, hobbit_side
     return links;
 }
 
+// An open file of the sidecar.
+struct part {
+    gguf_context_ptr g;
+    ggml_context_ptr ctx;
+    int file;
+};
+
+part open_part(const std::string & path, int file) {
+    ggml_context * ctx = nullptr;
+    part p = { gguf_context_ptr(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/ true, /*.ctx =*/ &ctx })), ggml_context_ptr(ctx), file };
+    if (!p.g) {
+        refuse(path, "not a GGUF file, or damaged");
+    }
+    return p;
+}
+
+// Parts after the first: NAME-00002-of-0000N.gguf and so on.
+void open_other_parts(hobbit_sidecar & sc, std::vector<part> & parts) {
+    const gguf_context * g = parts[0].g.get();
+    const int64_t id = gguf_find_key(g, "split.count");
+    const int n = id >= 0 && gguf_get_kv_type(g, id) == GGUF_TYPE_UINT16 ? gguf_get_val_u16(g, id) : 1;
+    char ending[32];
+    snprintf(ending, sizeof(ending), "-00001-of-%05d.gguf", n);
+    const std::string & path = sc.path;
+    const size_t stem = path.size() - std::min(path.size(), strlen(ending));
+    if (n > 1 && path.compare(stem, std::string::npos, ending) != 0) {
+        refuse(path, "part 1 of " + std::to_string(n) + " must be called NAME" + ending + ", or the others cannot be found");
+    }
+    for (int i = 1; i < n; ++i) {
+        snprintf(ending, sizeof(ending), "-%05d-of-%05d.gguf", i + 1, n);
+        const std::string name = path.substr(0, stem) + ending;
+        file_size(name); // a missing part is told by its name
+        sc.files.push_back(name);
+        parts.push_back(open_part(name, (int) sc.files.size() - 1));
+        const gguf_context * other = parts.back().g.get();
+        if (gguf_get_val_str(other, key_of(other, name, "hobbit.pair_id", GGUF_TYPE_STRING)) != sc.pair_id) {
+            refuse(name, "belongs to another conversion than " + path + " (hobbit.pair_id differs)");
+        }
+    }
+}
+
 } // namespace
 
 uint64_t hobbit_header_fnv(const std::string & path, uint64_t n) {
@@ -143,15 +184,10 @@ hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
     hobbit_sidecar sc;
     sc.path = path;
     sc.files.push_back(path);
-    std::vector<uint64_t> sizes = { file_size(path) };
-
-    ggml_context * ctx = nullptr;
-    gguf_context_ptr owner(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/ true, /*.ctx =*/ &ctx }));
-    ggml_context_ptr ctx_owner(ctx);
-    const gguf_context * g = owner.get();
-    if (!g) {
-        refuse(path, "not a GGUF file, or damaged");
-    }
+    file_size(path); // what is no file is told as such
+    std::vector<part> parts;
+    parts.push_back(open_part(path, 0));
+    const gguf_context * g = parts[0].g.get();
     const uint32_t version = gguf_get_val_u32(g, key_of(g, path, "hobbit.format_version", GGUF_TYPE_UINT32));
     if (version != 1) {
         refuse(path, "format version " + std::to_string(version) + " is unknown to this build (it reads 1)");
@@ -164,14 +200,23 @@ hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
     std::map<std::string, link_entry> links;
     if (link) {
         links = read_links(g, sc);
-        for (size_t f = 1; f < sc.files.size(); ++f) {
-            sizes.push_back(file_size(sc.files[f]));
+    }
+    open_other_parts(sc, parts);
+    std::vector<uint64_t> sizes;
+    for (const std::string & file : sc.files) {
+        sizes.push_back(file_size(file));
+    }
+    struct place { const part * in; int64_t id; };
+    std::map<std::string, place> places;
+    for (const part & p : parts) {
+        for (int64_t i = 0; i < gguf_get_n_tensors(p.g.get()); ++i) {
+            places[gguf_get_tensor_name(p.g.get(), i)] = { &p, i };
         }
     }
+    const auto offset = [](const place & at) { return gguf_get_data_offset(at.in->g.get()) + gguf_get_tensor_offset(at.in->g.get(), at.id); };
 
     std::map<std::pair<int, bool>, std::map<std::string, int>> by_layer;
-    for (int64_t i = 0; i < gguf_get_n_tensors(g); ++i) {
-        const std::string full = gguf_get_tensor_name(g, i);
+    for (const auto & [full, at] : places) {
         if (full.size() < 5 || full.compare(full.size() - 4, 4, ".low") != 0) {
             continue; // high copies are found from the low ones
         }
@@ -181,7 +226,7 @@ hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
         if (!parse_name(t.name, en)) {
             refuse(path, "tensor " + full + " is no expert tensor");
         }
-        const ggml_tensor * low = ggml_get_tensor(ctx, full.c_str());
+        const ggml_tensor * low = ggml_get_tensor(at.in->ctx.get(), full.c_str());
         for (int d = 0; d < 3; ++d) {
             t.ne[d] = low->ne[d];
         }
@@ -189,8 +234,8 @@ hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
             refuse(path, "tensor " + full + " has more than three dimensions");
         }
         t.type[hob::COPY_LOW]   = low->type;
-        t.file[hob::COPY_LOW]   = 0;
-        t.offset[hob::COPY_LOW] = gguf_get_data_offset(g) + gguf_get_tensor_offset(g, i);
+        t.file[hob::COPY_LOW]   = at.in->file;
+        t.offset[hob::COPY_LOW] = offset(at);
 
         if (link) {
             const auto it = links.find(t.name);
@@ -202,17 +247,17 @@ hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
             t.offset[hob::COPY_HIGH] = it->second.offset;
         } else {
             const std::string name = t.name + ".high";
-            const int64_t id = gguf_find_tensor(g, name.c_str());
-            if (id < 0) {
+            const auto it = places.find(name);
+            if (it == places.end()) {
                 refuse(path, "tensor " + name + " is missing");
             }
-            const ggml_tensor * high = ggml_get_tensor(ctx, name.c_str());
+            const ggml_tensor * high = ggml_get_tensor(it->second.in->ctx.get(), name.c_str());
             if (!ggml_are_same_shape(high, low)) {
                 refuse(path, "tensors " + name + " and " + full + " have different shapes");
             }
             t.type[hob::COPY_HIGH]   = high->type;
-            t.file[hob::COPY_HIGH]   = 0;
-            t.offset[hob::COPY_HIGH] = gguf_get_data_offset(g) + gguf_get_tensor_offset(g, id);
+            t.file[hob::COPY_HIGH]   = it->second.in->file;
+            t.offset[hob::COPY_HIGH] = offset(it->second);
         }
         for (int c = 0; c < hob::N_COPIES; ++c) {
             if (ggml_type_size(t.type[c]) == 0 || t.ne[0] % ggml_blck_size(t.type[c]) != 0) {
