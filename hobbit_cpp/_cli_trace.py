@@ -13,7 +13,7 @@ WINDOW = 512  # tokens
 BATCH = 128   # tokens that go through the model together
 
 CLAIRVOYANT = "clairvoyant"
-SHOWN = ("lru", "lfu", "lcu", "hobbit", CLAIRVOYANT)
+SHOWN = ("lru", "lfu", "lcu", "hobbit", "follow", CLAIRVOYANT)
 
 
 def add_parsers(commands) -> None:

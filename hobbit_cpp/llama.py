@@ -42,7 +42,8 @@ class Llama(llama_cpp.Llama):
         cache_bytes: Memory for experts (slots, buffers, bookkeeping): bytes as int; "8GiB", "512MiB", "1.5G"
             (powers of 1024) or "8GB" (powers of 1000); "25%" of all experts at high precision; "min", the least
             that works; "auto" (default), what the machine or its container has left after the rest of the model.
-        policy: Which copy gives up its slot: "hobbit" (default), "lcu", "lfu" or "lru".
+        policy: Which copy gives up its slot: "hobbit" (default), "follow" (learns which experts follow which, in memory
+            that is part of cache_bytes), "lcu", "lfu" or "lru".
         policy_weights: For "hobbit": four numbers of at least 0 that weigh recency, frequency, uses at high
             precision and layer distance. Default: equal.
         low_fraction: Share of cache_bytes for slots of low copies, 0 to 1, default 0: as few as one step needs.
@@ -235,7 +236,8 @@ class Llama(llama_cpp.Llama):
         self.set_policy(name)
 
     def set_policy(self, name, weights=None):
-        """Change the eviction policy; weights as policy_weights in the constructor, None keeps those in force."""
+        """Change the eviction policy; weights as policy_weights in the constructor, None keeps those in force.
+        ValueError for "follow" where the model was not loaded with it: it learns from the load on."""
         number, weights = check_policy(name, weights)
         c_weights = None if weights is None else (ctypes.c_float * 4)(*weights)
         self._check(b.hobbit_set_policy(self._offload(), number, c_weights), ValueError)

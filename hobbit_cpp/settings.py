@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .memory import parse_bytes
 
-POLICIES = ("lru", "lfu", "hobbit", "lcu")  # the index is enum hobbit_policy
+POLICIES = ("lru", "lfu", "hobbit", "lcu", "follow")  # the index is enum hobbit_policy
 
 DEFAULTS = {
     "t1": 0.6,

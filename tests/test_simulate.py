@@ -66,7 +66,7 @@ def check_events(source, policy, tokens_of, path, *, t1, t2, fraction, low_fract
     assert r["bytes_per_token"] == stats.bytes_read / r["tokens"]
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "lcu", "hobbit"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lcu", "hobbit", "follow"])
 def test_events_of_the_default_model(policy, tmp_path):
     check_events(engine.DEFAULT_MODEL, policy, lambda m: engine.text_tokens(m, engine.SAMPLE_TEXT, 120), tmp_path / "t.npy",
                  t1=0.6, t2=0.9, fraction=0.3, low_fraction=0.2)

@@ -93,6 +93,7 @@ class engine {
 
     int  prefetch(int layer, int expert, int copy);
     void set_thresholds(float t1, float t2);
+    bool learns() const { return records_.learns(); } // what HOBBIT_POLICY_FOLLOW needs
     void set_policy(int32_t kind, const float * weights);
     void set_policy(std::unique_ptr<policy> own); // one that is not in enum hobbit_policy
     void set_hooks(const hobbit_hooks & hooks, hobbit * handle);

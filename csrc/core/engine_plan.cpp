@@ -80,6 +80,7 @@ void engine::select(const route_request & req) {
             plans_[p].wanted = std::max(plans_[p].wanted, wanted_[i]);
         }
     }
+    records_.served(layer_, experts_.data(), n_tokens_, n_used_);
     if (!uses_low(layer_, n_tokens_, n_used_)) {
         for (expert_plan & p : plans_) {
             p.wanted = p.wanted == HOBBIT_LOW ? HOBBIT_HIGH : p.wanted;

@@ -43,6 +43,7 @@ enum hobbit_policy {
     HOBBIT_POLICY_LFU    = 1,
     HOBBIT_POLICY_HOBBIT = 2, // four weighted terms: recency, frequency, high-precision uses, layer distance
     HOBBIT_POLICY_LCU    = 3, // least cost of use
+    HOBBIT_POLICY_FOLLOW = 4, // expected uses, learned from which experts follow which; only from the load on
 };
 
 // Where a missed expert is computed, for a model on a GPU whose copies are held in host memory.

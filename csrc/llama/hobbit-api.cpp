@@ -41,7 +41,7 @@ std::string check_thresholds(float t1, float t2) {
 }
 
 std::string check_policy(int32_t policy, const float * w) {
-    if (policy < HOBBIT_POLICY_LRU || policy > HOBBIT_POLICY_LCU) {
+    if (policy < HOBBIT_POLICY_LRU || policy > HOBBIT_POLICY_FOLLOW) {
         return "policy is " + std::to_string(policy) + ": known are 0 (lru), 1 (lfu), 2 (hobbit), 3 (lcu)";
     }
     if (w) {
@@ -185,6 +185,9 @@ int hobbit_set_policy(struct hobbit * h, int32_t policy, const float * weights) 
     const std::string err = check_policy(policy, weights);
     if (!err.empty()) {
         return fail(err);
+    }
+    if (policy == HOBBIT_POLICY_FOLLOW && !h->engine->learns()) {
+        return fail("policy follow learns from the load on, in memory that is part of the budget: load the model with it");
     }
     h->engine->set_policy(policy, weights);
     return 0;
