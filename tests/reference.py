@@ -74,6 +74,7 @@ class Simulator:
     n_expert: int = 0              # follow
     n_used: int = 0                # follow
     high_bytes: int = 0            # follow: all experts at high precision
+    skip_mass: float = 1.0
     events: list = field(default_factory=list)  # (kind, layer, expert, precision)
 
     def __post_init__(self):
@@ -99,9 +100,9 @@ class Simulator:
         self.tokens += 1
         self.passes += 1
         for layer, (experts, weights) in enumerate(rows):
-            self._layer(layer, [int(e) for e in experts], rule(np.asarray(weights)[None], self.t1, self.t2)[0])
+            self._layer(layer, [int(e) for e in experts], rule(np.asarray(weights)[None], self.t1, self.t2)[0], [float(w) for w in weights])
 
-    def _layer(self, layer, experts, wanted):
+    def _layer(self, layer, experts, wanted, weights):
         self.clock += 1
         for expert, wish in zip(experts, wanted):  # the records know of this step when it evicts
             u = self.uses.setdefault((layer, expert), Use())
@@ -111,6 +112,13 @@ class Simulator:
             u.low += wish == LOW
         if self.succession:
             self.succession.serve(layer, experts)
+        if self.skip_mass < 1:
+            light = [i for i, e in enumerate(experts) if wanted[i] == SKIP and not any((layer, e) in p for p in self.pools.values())]
+            mass = 0.0
+            for i in sorted(light, key=lambda i: weights[i]):
+                mass += weights[i]
+                if mass > float(np.float32(self.skip_mass)):
+                    wanted[i] = LOW
         needed, missing = set(), []
         for expert, wish in zip(experts, wanted):
             key = (layer, expert)

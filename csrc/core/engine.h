@@ -132,6 +132,7 @@ class engine {
 
     void plan(const route_request & req);
     void select(const route_request & req);
+    void bound_skips();
     void look_up();
     void share_with_cpu();
     void divide_into_waves();
