@@ -158,7 +158,8 @@ def table(recorded, layers, results: list[dict]) -> str:
     """One line a simulation; the differences are to lru and lfu with the other settings alike, the share closed is of
     the way from lru to clairvoyant."""
     def key(r):
-        return r["t1"], r["t2"], str(r["cache_bytes"]), r["low_fraction"], tuple(r["high_slots"]), tuple(r["low_slots"])
+        room = (str(r["cache_bytes"]), r["low_fraction"]) if r["cache_bytes"] is not None else (tuple(r["high_slots"]), tuple(r["low_slots"]))
+        return r["t1"], r["t2"], *room
 
     references = {(key(r), r["policy"]): r["penalty"] for r in results}
     lines = [f"{recorded.n_tokens} tokens, {len(layers)} layers of {layers['n_expert'].max()} experts, {layers['n_expert_used'].max()} used",

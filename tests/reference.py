@@ -176,9 +176,7 @@ class Succession:
         width = -(-n_expert // 8) * 8
         left = max(high_bytes // 128, 64 << 10)
         self.same, self.before = [], []  # layers back
-        for age in range(min(n_layers - 1, 8) + 1):
-            if n_layers > 8 and age not in (0, 1, 2, 4, 8):
-                continue
+        for age in range(min(n_layers, 8)) if n_layers <= 8 else (0, 1, 2, 4):
             for ages in ((self.same, self.before) if age else (self.before,)):
                 if n_layers * n_expert * width * 2 <= left:
                     left -= n_layers * n_expert * width * 2

@@ -357,6 +357,20 @@ def test_thresholds_at_run_time(dual):
         assert llm.policy == "lru" and text(llm, 4)
         with pytest.raises(ValueError, match="policy"):
             llm.policy = "best"
+        with pytest.raises(ValueError, match="load the model with it"):
+            llm.policy = "follow"
+        assert llm.policy == "lru"
+
+
+def test_policy_follow(dual):
+    with load(dual, cache_bytes="30%", policy="follow", skip_mass=0.5) as llm:
+        first = text(llm, 12)
+        assert llm.policy == "follow" and llm.offload_stats()["settings"]["skip_mass"] == 0.5
+        llm.policy = "lru"
+        llm.policy = "follow"
+        assert text(llm, 12) and first
+    with load(dual, cache_bytes="30%", t1=1.0) as llm, load(dual, cache_bytes="30%", t1=1.0, policy="follow") as other:
+        assert text(llm, 12) == text(other, 12)  # a policy changes no result where all are high
 
 
 def test_trace(dual, tmp_path):

@@ -21,15 +21,13 @@ constexpr double S = 20.0;
 class policy_follow : public policy {
     void priorities(const candidate * c, size_t n, const policy_context & ctx, double * out) const final {
         const auto & active = ctx.rec->active();
-        int layer = -1;
-        double nearness = 0.0;
-        double base = 0.0;
+        nearness_.resize(ctx.n_layers);
+        for (int l = 0; l < ctx.n_layers; ++l) {
+            nearness_[l] = std::exp2(-(double) layer_distance(ctx, l) / ctx.n_layers) / active.size();
+        }
         for (size_t i = 0; i < n; ++i) {
-            if (c[i].layer != layer) {
-                layer    = c[i].layer;
-                nearness = std::exp2(-(double) layer_distance(ctx, layer) / ctx.n_layers) / active.size();
-                base     = S * ctx.rec->share_used(layer);
-            }
+            const int layer = c[i].layer;
+            const double base = S * ctx.rec->share_used(layer);
             double expected = 0.0;
             double uses = 0.0, high = 0.0, low = 0.0;
             for (const sequence_records * s : active) {
@@ -40,9 +38,11 @@ class policy_follow : public policy {
                 low  += r.low;
             }
             const double saved = (double) ctx.cost_low * low;
-            out[i] = (c[i].copy == COPY_HIGH ? 1.0 + high + saved : saved) / (1.0 + uses) * nearness * expected;
+            out[i] = (c[i].copy == COPY_HIGH ? 1.0 + high + saved : saved) / (1.0 + uses) * nearness_[layer] * expected;
         }
     }
+
+    mutable std::vector<double> nearness_; // [layer], scratch
 };
 } // namespace
 

@@ -28,7 +28,7 @@ uint64_t succession::table_bytes(const model_layout & layout, int age) {
     return bytes;
 }
 
-// The nearest first, all of them in a shallow model; as many as fit.
+// All of them in a shallow model; in a deep one 1, 2 and 4 layers back. As many as fit, the nearest first.
 succession::ages succession::choose(const model_layout & layout) {
     const int n = (int) layout.layers.size();
     uint64_t left = 0;
@@ -37,8 +37,8 @@ succession::ages succession::choose(const model_layout & layout) {
     }
     left = std::max(left / SHARE, SMALL);
     ages out;
-    for (int a = 0; a < n && a <= 8; ++a) {
-        if (n > 8 && (a & (a - 1)) != 0) {
+    for (int a = 0; a < n && a < 8; ++a) {
+        if (n > 8 && (a > 4 || a == 3)) {
             continue;
         }
         for (std::vector<int> * list : { &out.same, &out.before }) {
