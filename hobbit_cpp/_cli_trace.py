@@ -13,7 +13,7 @@ WINDOW = 512  # tokens
 BATCH = 128   # tokens that go through the model together
 
 CLAIRVOYANT = "clairvoyant"
-SHOWN = ("lru", "lfu", "lcu", "hobbit", CLAIRVOYANT)
+SHOWN = ("lru", "lfu", "lcu", "hobbit", "follow", CLAIRVOYANT)
 
 
 def add_parsers(commands) -> None:
@@ -42,6 +42,7 @@ def add_parsers(commands) -> None:
     s.add_argument("--weights", nargs="+", metavar="R,F,H,D", help="weights of policy hobbit: recency, frequency, high uses, layer distance (default: equal)")
     s.add_argument("--t1", nargs="+", type=float, default=[0.6], metavar="X", help="(default: 0.6)")
     s.add_argument("--t2", nargs="+", type=float, default=[1.0], metavar="X", help="(default: 1)")
+    s.add_argument("--skip-mass", type=float, default=1.0, metavar="X", help="skip at most this share of a token's gate weights in a layer (default: 1)")
     s.add_argument("--low-fraction", nargs="+", type=float, default=[0.0], metavar="X", help="share of --cache for low copies (default: 0)")
     s.add_argument("--io-threads", type=int, default=4, metavar="N", help="reads in flight, whose buffers come out of --cache (default: %(default)s)")
     s.add_argument("--threads", type=int, metavar="N", help="simulations at once (default: all cores)")
@@ -63,7 +64,7 @@ def trace(args) -> int:
         raise ValueError(f"{args.output} exists: give --force to overwrite it")
     with open(args.text, "rb") as f:
         text = f.read()
-    vars(args).update(ctx=args.window, verbose=False, t1=1.0, t2=None, policy=None, low_fraction=None, io_threads=None, no_direct_io=False, no_profile=True,
+    vars(args).update(ctx=args.window, verbose=False, t1=1.0, t2=None, skip_mass=None, policy=None, low_fraction=None, io_threads=None, no_direct_io=False, no_profile=True,
                       host_copies=None, miss=None)
     # logits of all tokens: the last layer leaves out those that give none
     with open_model(args, n_batch=BATCH, n_ubatch=BATCH, logits_all=True) as llm:
@@ -132,7 +133,7 @@ def plan(args) -> list[dict]:
     for p in args.policy:
         weighted = [parse_weights(w) for w in args.weights] if p == "hobbit" and args.weights else [None]
         policies += [{"policy": p, "policy_weights": w} for w in weighted]
-    return [{**room, "t1": t1, "t2": t2, "n_io_threads": args.io_threads, **policy}
+    return [{**room, "t1": t1, "t2": t2, "skip_mass": args.skip_mass, "n_io_threads": args.io_threads, **policy}
             for t1, t2, room, policy in itertools.product(args.t1, args.t2, rooms, policies)]
 
 
@@ -157,7 +158,8 @@ def table(recorded, layers, results: list[dict]) -> str:
     """One line a simulation; the differences are to lru and lfu with the other settings alike, the share closed is of
     the way from lru to clairvoyant."""
     def key(r):
-        return r["t1"], r["t2"], str(r["cache_bytes"]), r["low_fraction"], tuple(r["high_slots"]), tuple(r["low_slots"])
+        room = (str(r["cache_bytes"]), r["low_fraction"]) if r["cache_bytes"] is not None else (tuple(r["high_slots"]), tuple(r["low_slots"]))
+        return r["t1"], r["t2"], *room
 
     references = {(key(r), r["policy"]): r["penalty"] for r in results}
     lines = [f"{recorded.n_tokens} tokens, {len(layers)} layers of {layers['n_expert'].max()} experts, {layers['n_expert_used'].max()} used",

@@ -15,8 +15,8 @@ from llama_cpp._ctypes_extensions import ctypes_function_for_shared_library  # n
 
 ctypes_function = ctypes_function_for_shared_library(_lib)
 
-# #define HOBBIT_API_VERSION 3
-HOBBIT_API_VERSION = 3
+# #define HOBBIT_API_VERSION 4
+HOBBIT_API_VERSION = 4
 
 # enum hobbit_precision
 HOBBIT_SKIP = 0
@@ -28,6 +28,7 @@ HOBBIT_POLICY_LRU = 0
 HOBBIT_POLICY_LFU = 1
 HOBBIT_POLICY_HOBBIT = 2
 HOBBIT_POLICY_LCU = 3
+HOBBIT_POLICY_FOLLOW = 4
 
 # enum hobbit_miss
 HOBBIT_MISS_FETCH = 0
@@ -92,6 +93,8 @@ class hobbit_params(ctypes.Structure):
         ("link_speed", c_double),
         ("cpu_speed", c_double),
         ("host_bytes", c_uint64),
+        ("skip_mass", c_float),
+        ("reserved", c_int32),
     ]
 
 

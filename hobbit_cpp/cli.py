@@ -20,6 +20,7 @@ def add_offload_arguments(p: argparse.ArgumentParser) -> None:
     g = p.add_argument_group("offloading (for converted models)")
     g.add_argument("--t1", type=float, metavar="X", help="experts within this share of the gate weights come at high precision; 1: all (default: 0.6)")
     g.add_argument("--t2", type=float, metavar="X", help="beyond it they are skipped; between the two they come at low precision (default: 1, no skips)")
+    g.add_argument("--skip-mass", type=float, metavar="X", help="skip at most this share of a token's gate weights in a layer (default: 1, no bound)")
     g.add_argument("--cache", metavar="SIZE", help="memory for experts: 8GiB, 512MiB, 25%%, min, or auto (default: auto)")
     g.add_argument("--policy", choices=POLICIES, help="which expert gives up its place (default: hobbit)")
     g.add_argument("--low-fraction", type=float, metavar="X", help="share of that memory for low copies (default: 0)")
@@ -45,7 +46,7 @@ def llama_arguments(args) -> dict:
 
         if not llama_cpp.llama_supports_gpu_offload():
             raise ValueError("--gpu-layers: this build has no GPU back end, or there is no GPU; for NVIDIA's build with CMAKE_ARGS=-DGGML_CUDA=ON make setup")
-    given = {"t1": args.t1, "t2": args.t2, "cache_bytes": args.cache, "policy": args.policy, "low_fraction": args.low_fraction,
+    given = {"t1": args.t1, "t2": args.t2, "skip_mass": args.skip_mass, "cache_bytes": args.cache, "policy": args.policy, "low_fraction": args.low_fraction,
              "n_io_threads": args.io_threads, "direct_io": False if args.no_direct_io else None,
              "host_copies": {"all": True, "none": False}.get(args.host_copies, args.host_copies), "miss": args.miss,
              "profile": False if args.no_profile else None, "n_gpu_layers": args.gpu_layers, "n_threads": args.threads, "n_threads_batch": args.threads}

@@ -41,10 +41,14 @@ class Llama(llama_cpp.Llama):
             high precision. 0 or more, default 0.6; 1 or more: all of them, which gives llama.cpp's own results.
         t2: Beyond t1, up to t2 experts are wanted at low precision, beyond t2 they are skipped. At least t1,
             default 1.0: nothing is skipped.
+        skip_mass: Of a token's gate weights in a layer at most this share is skipped, 0 or more, default 1: no bound.
+            Experts beyond t2 that are in a slot serve anyway; of those that are not the lightest are skipped up to
+            this share, the others are wanted at low precision.
         cache_bytes: Memory for experts (slots, buffers, bookkeeping): bytes as int; "8GiB", "512MiB", "1.5G"
             (powers of 1024) or "8GB" (powers of 1000); "25%" of all experts at high precision; "min", the least
             that works; "auto" (default), what the machine or its container has left after the rest of the model.
-        policy: Which copy gives up its slot: "hobbit" (default), "lcu", "lfu" or "lru".
+        policy: Which copy gives up its slot: "hobbit" (default), "follow" (learns which experts follow which, in memory
+            that is part of cache_bytes), "lcu", "lfu" or "lru".
         policy_weights: For "hobbit": four numbers of at least 0 that weigh recency, frequency, uses at high
             precision and layer distance. Default: equal.
         low_fraction: Share of cache_bytes for slots of low copies, 0 to 1, default 0: as few as one step needs.
@@ -81,7 +85,7 @@ class Llama(llama_cpp.Llama):
             the floor (stated in bytes); an offload argument for an ordinary GGUF.
     """
 
-    def __init__(self, model_path, *, t1=None, t2=None, cache_bytes=None, policy=None, policy_weights=None, low_fraction=None,
+    def __init__(self, model_path, *, t1=None, t2=None, skip_mass=None, cache_bytes=None, policy=None, policy_weights=None, low_fraction=None,
                  n_io_threads=None, direct_io=None, force_miss=None, host_copies=None, miss=None, admit=None,
                  preload=None, cpu_batch=None, miss_speeds=None, profile=None, **kwargs):
         self._stack = contextlib.ExitStack()  # close() works on an object that got no further
@@ -94,7 +98,7 @@ class Llama(llama_cpp.Llama):
         self._evaluated = 0
         self._closed = ""  # why nothing works any more
         _load.check_keywords(kwargs)
-        self._settings = Settings(t1=t1, t2=t2, cache_bytes=cache_bytes, policy=policy, policy_weights=policy_weights,
+        self._settings = Settings(t1=t1, t2=t2, skip_mass=skip_mass, cache_bytes=cache_bytes, policy=policy, policy_weights=policy_weights,
                                   low_fraction=low_fraction, n_io_threads=n_io_threads, direct_io=direct_io, force_miss=force_miss,
                                   host_copies=host_copies, miss=miss, admit=admit, preload=preload, cpu_batch=cpu_batch, miss_speeds=miss_speeds)
         self.profile, self._use_profile = None, profile is None or check_bool("profile", profile)
@@ -361,7 +365,8 @@ class Llama(llama_cpp.Llama):
         self.set_policy(name)
 
     def set_policy(self, name, weights=None):
-        """Change the eviction policy; weights as policy_weights in the constructor, None keeps those in force."""
+        """Change the eviction policy; weights as policy_weights in the constructor, None keeps those in force.
+        ValueError for "follow" where the model was not loaded with it: it learns from the load on."""
         number, weights = check_policy(name, weights)
         c_weights = None if weights is None else (ctypes.c_float * 4)(*weights)
         with self._offload() as engine:
@@ -441,7 +446,7 @@ class Llama(llama_cpp.Llama):
 
         mode      "mixed", "high" (t1 >= 1) or "none" (ordinary GGUF; then only mode and model are there)
         model, sidecar   paths
-        settings  t1, t2, policy, policy_weights, low_fraction, n_io_threads, direct_io (in force), force_miss, cache_bytes (as given),
+        settings  t1, t2, skip_mass, policy, policy_weights, low_fraction, n_io_threads, direct_io (in force), force_miss, cache_bytes (as given),
                   profile (path, None if none was used), miss, host_copies and host_pinned (in force)
         budget    budget_bytes, floor_bytes, slot_bytes, staging_bytes, record_bytes, high_bytes, low_bytes (all experts)
         groups    per set of alike layers: slots, resident copies, types, bytes of an expert, backend
@@ -473,7 +478,7 @@ class Llama(llama_cpp.Llama):
             "model": self.model_path,
             "sidecar": self._sidecar,
             "settings": {
-                "t1": _plain(p.t1), "t2": _plain(p.t2), "policy": POLICIES[p.policy],
+                "t1": _plain(p.t1), "t2": _plain(p.t2), "skip_mass": _plain(p.skip_mass), "policy": POLICIES[p.policy],
                 "policy_weights": [_plain(w) for w in p.policy_weights] if POLICIES[p.policy] == "hobbit" else None,
                 "low_fraction": _plain(p.low_fraction), "n_io_threads": p.n_io_threads, "direct_io": bool(info.direct_io),
                 "force_miss": bool(p.force_miss), "cache_bytes": self._settings.cache_bytes,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .memory import parse_bytes
 
-POLICIES = ("lru", "lfu", "hobbit", "lcu")  # the index is enum hobbit_policy
+POLICIES = ("lru", "lfu", "hobbit", "lcu", "follow")  # the index is enum hobbit_policy
 
 DEFAULTS = {
     "t1": 0.6,
@@ -20,6 +20,7 @@ DEFAULTS = {
     "cache_bytes": "auto",
     "policy": "hobbit",
     "policy_weights": None,  # a quarter each
+    "skip_mass": 1.0,
     "low_fraction": 0.0,
     "n_io_threads": 4,
     "direct_io": True,
@@ -179,6 +180,7 @@ class Settings:
         self.cache_bytes = use["cache_bytes"]
         self.policy = use["policy"]
         self.policy_number, self.policy_weights = check_policy(use["policy"], use["policy_weights"])
+        self.skip_mass = check_number("skip_mass", use["skip_mass"], 0.0, unit=" (1 or more: no bound)")
         self.low_fraction = check_number("low_fraction", use["low_fraction"], 0.0, 1.0)
         self.n_io_threads = check_int("n_io_threads", use["n_io_threads"], 1, 64)
         self.direct_io = check_bool("direct_io", use["direct_io"])
@@ -206,6 +208,7 @@ class Settings:
         params.budget_kind = {"bytes": 0, "auto": 4 if on_device else 1, "fraction": 2, "min": 3}[self.budget.kind]
         params.cache_bytes = auto_bytes if self.budget.kind == "auto" else self.budget.bytes
         params.cache_fraction = self.budget.fraction
+        params.skip_mass = self.skip_mass
         params.low_fraction = self.low_fraction
         params.n_io_threads = self.n_io_threads
         params.direct_io = self.direct_io

@@ -27,7 +27,7 @@ from .errors import HobbitError
 from .settings import Settings, check_int
 
 CLAIRVOYANT = "clairvoyant"
-SETTINGS = ("t1", "t2", "cache_bytes", "policy", "policy_weights", "low_fraction", "n_io_threads", "slots")
+SETTINGS = ("t1", "t2", "skip_mass", "cache_bytes", "policy", "policy_weights", "low_fraction", "n_io_threads", "slots")
 
 LAYER = np.dtype([("block", "<i4"), ("group", "<i4"), ("n_expert", "<i4"), ("n_expert_used", "<i4"), ("high_bytes", "<u8", (3,)), ("low_bytes", "<u8", (3,))])
 PIECE = 1 << 14  # rows that are played at a stretch: so long Ctrl-C waits
@@ -198,7 +198,7 @@ class Simulation:
         b.hobbit_get_stats(self.h, s)
         counted = stats.counters({name: getattr(s, name) for name, _ in s._fields_ if not name.endswith("_us")}, 1)
         n = self.trace.n_tokens
-        settings = {name: getattr(self.settings, name) for name in ("t1", "t2", "cache_bytes", "policy_weights", "low_fraction")}
+        settings = {name: getattr(self.settings, name) for name in ("t1", "t2", "skip_mass", "cache_bytes", "policy_weights", "low_fraction")}
         if self.by_slots:
             settings |= {"cache_bytes": None, "low_fraction": None}
         return {**settings, "policy": self.policy, "budget_bytes": info.budget_bytes, "slot_bytes": info.slot_bytes,

@@ -33,7 +33,7 @@ HIT, LOAD, EVICT, SKIPPED, PREFETCH = range(5)  # enum hobbit_event_kind
 EVENTS = {HIT: "hit", LOAD: "load", EVICT: "evict", SKIPPED: "skip", PREFETCH: "prefetch"}
 DEFAULT_MODEL = Path(_libs.__file__).parent / "data" / "books-8x2-small-q8_0.gguf"
 SAMPLE_TEXT = DEFAULT_MODEL.with_name("sample.txt")
-POLICIES = {"lru": 0, "lfu": 1, "hobbit": 2, "lcu": 3}
+POLICIES = {"lru": 0, "lfu": 1, "hobbit": 2, "lcu": 3, "follow": 4}
 
 llama.llama_backend_init()
 

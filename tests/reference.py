@@ -10,6 +10,7 @@ float64 in the order of the formulas.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,7 +63,7 @@ class Resident:
 
 @dataclass
 class Simulator:
-    policy: str                   # lru, lfu, hobbit, lcu
+    policy: str                   # lru, lfu, hobbit, lcu, follow
     t1: float
     t2: float
     high_slots: int
@@ -70,6 +71,10 @@ class Simulator:
     n_layers: int
     weights: tuple = (1, 1, 1, 1)  # hobbit
     cost_low: float = 0.25         # bytes of a low copy / bytes of a high copy
+    n_expert: int = 0              # follow
+    n_used: int = 0                # follow
+    high_bytes: int = 0            # follow: all experts at high precision
+    skip_mass: float = 1.0
     events: list = field(default_factory=list)  # (kind, layer, expert, precision)
 
     def __post_init__(self):
@@ -81,18 +86,23 @@ class Simulator:
         self.clock = 0
         self.w = [float(np.float32(w)) for w in self.weights]
         self.cost = float(np.float32(self.cost_low))
+        self.succession = Succession(self.n_layers, self.n_expert, self.n_used, self.high_bytes) if self.policy == "follow" else None
 
     def token(self, pos: int, rows):
         """rows: (experts, weights) of each layer, in the router's order; weights normalised."""
         if pos == 0:
             self.uses.clear()
             self.tokens = 0
+            if self.succession:
+                self.succession.start()
+        if self.succession:
+            self.succession.begin()
         self.tokens += 1
         self.passes += 1
         for layer, (experts, weights) in enumerate(rows):
-            self._layer(layer, [int(e) for e in experts], rule(np.asarray(weights)[None], self.t1, self.t2)[0])
+            self._layer(layer, [int(e) for e in experts], rule(np.asarray(weights)[None], self.t1, self.t2)[0], [float(w) for w in weights])
 
-    def _layer(self, layer, experts, wanted):
+    def _layer(self, layer, experts, wanted, weights):
         self.clock += 1
         for expert, wish in zip(experts, wanted):  # the records know of this step when it evicts
             u = self.uses.setdefault((layer, expert), Use())
@@ -100,6 +110,15 @@ class Simulator:
             u.uses += 1
             u.high += wish == HIGH
             u.low += wish == LOW
+        if self.succession:
+            self.succession.serve(layer, experts)
+        if self.skip_mass < 1:
+            light = [i for i, e in enumerate(experts) if wanted[i] == SKIP and not any((layer, e) in p for p in self.pools.values())]
+            mass = 0.0
+            for i in sorted(light, key=lambda i: weights[i]):
+                mass += weights[i]
+                if mass > float(np.float32(self.skip_mass)):
+                    wanted[i] = LOW
         needed, missing = set(), []
         for expert, wish in zip(experts, wanted):
             key = (layer, expert)
@@ -116,14 +135,14 @@ class Simulator:
         for copy, key in missing:
             pool = self.pools[copy]
             if len(pool) == self.slots[copy]:
-                victim = min((k for k in pool if (copy, k) not in needed), key=lambda k: (self._priority(layer, k, pool[k]), pool[k].clock, k))
+                victim = min((k for k in pool if (copy, k) not in needed), key=lambda k: (self._priority(layer, k, pool[k], copy), pool[k].clock, k))
                 del pool[victim]
                 self.events.append(("evict", *victim, copy))
             pool[key] = Resident(self.clock, self.passes)
             needed.add((copy, key))
             self.events.append(("load", *key, copy))
 
-    def _priority(self, serving, key, resident):
+    def _priority(self, serving, key, resident, copy):
         u, tokens = self.uses.get(key, Use()), self.tokens
         distance = (key[0] - serving) % self.n_layers or self.n_layers  # the layer being served is needed last
         if self.policy == "lru":
@@ -138,4 +157,90 @@ class Simulator:
         if self.policy == "lcu":
             p = (u.high + self.cost * u.low) / tokens
             return p + 1.0 / (distance + 0.1) if resident.token >= self.passes - 1 else p
+        if self.policy == "follow":
+            base = 20.0 * (self.n_used / self.n_expert)
+            expected = self.succession.chance(*key) + (u.uses + base) / (tokens + 20.0)
+            value = ((1.0 + u.high if copy == HIGH else 0.0) + self.cost * u.low) / (1.0 + u.uses)
+            return value * 2.0 ** (-distance / self.n_layers) * expected
         raise ValueError(self.policy)
+
+
+class Succession:
+    """Which experts follow which (csrc/core/succession.h), one sequence, tokens one at a time. Weights count in
+    units of 2^-13; steps and their limit are those of 16 bits a table."""
+
+    ONE, RATE, PLACES = 1 << 13, 128, 1024
+
+    def __init__(self, n_layers, n_expert, n_used, high_bytes):
+        self.n, self.n_expert = n_layers, n_expert
+        width = -(-n_expert // 8) * 8
+        left = max(high_bytes // 128, 64 << 10)
+        self.same, self.before = [], []  # layers back
+        for age in range(min(n_layers, 8)) if n_layers <= 8 else (0, 1, 2, 4):
+            for ages in ((self.same, self.before) if age else (self.before,)):
+                if n_layers * n_expert * width * 2 <= left:
+                    left -= n_layers * n_expert * width * 2
+                    ages.append(age)
+                else:
+                    left = 0
+        self.weights = {(kind, age): np.zeros((n_layers, n_expert, n_expert), np.int64)  # [layer][expert before][expert]
+                        for kind, ages in (("same", self.same), ("before", self.before)) for age in ages}
+        share = min(n_used / n_expert, 0.99)
+        self.bias = np.full((n_layers, n_expert), round(self.ONE * math.log(share / (1 - share))))
+        self.stay = [0] * n_layers
+        self.limit = 32767 // n_used - self.RATE
+        self.table = [1 / (1 + math.exp(8 - (i + 0.5) * 16 / self.PLACES)) for i in range(self.PLACES)]
+        self.steps = np.array([math.floor(self.RATE * p + 0.5) for p in self.table])
+        self.start()
+
+    def start(self):
+        self.sums = self.bias.copy()
+        self.running, self.last = {}, {}  # layer: experts, of this token and the one before
+
+    def begin(self):
+        self.running, self.last = {}, self.running
+
+    def chance(self, layer, expert):
+        return self.table[self._place(self.sums[layer][expert])]
+
+    def _place(self, sums):
+        return np.clip((sums + 8 * self.ONE) // (16 * self.ONE // self.PLACES), 0, self.PLACES - 1)
+
+    def _base(self, layer, token, rows=None):
+        """The first sum, of one token's choices."""
+        z = self.bias[layer].copy()
+        z[token.get(layer, [])] += self.stay[layer]
+        for age in self.before:
+            if age <= layer:
+                self._add("before", age, layer, token.get(layer - age, []), z, rows)
+        return z
+
+    def _add(self, kind, age, layer, experts, z, rows):
+        w = self.weights[kind, age][layer]
+        z += w[experts].sum(axis=0)
+        if rows is not None:
+            rows.append((w, experts))
+
+    def _correct(self, z, rows, experts):
+        error = -self.steps[self._place(z)]
+        error[experts] += self.RATE
+        for w, chosen in rows:
+            w[chosen] = np.clip(w[chosen] + error, -self.limit, self.limit)
+        return error
+
+    def serve(self, layer, experts):
+        rows = []
+        z = self._base(layer, self.last, rows)
+        error = self._correct(z, rows, experts)
+        self.bias[layer] += error
+        self.stay[layer] += error[self.last.get(layer, [])].sum()
+        for age in sorted(self.same, reverse=True):
+            chosen = (self.running if age <= layer else self.last).get((layer - age) % self.n, [])
+            if chosen:
+                rows = []
+                self._add("same", age, layer, chosen, z, rows)
+                self._correct(z, rows, experts)
+        self.running[layer] = experts
+        self.sums[layer] = self._base(layer, self.running)
+        for age in self.same:
+            self._add("same", age, (layer + age) % self.n, experts, self.sums[(layer + age) % self.n], None)

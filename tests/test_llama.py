@@ -121,7 +121,7 @@ def test_unknown_keyword(dual):
     ("cache_bytes", "", ValueError), ("cache_bytes", b"8GiB", TypeError),
     ("policy", "LRU", ValueError), ("policy", 2, TypeError), ("policy_weights", [1, 1, 1], ValueError), ("policy_weights", [0, 0, 0, 0], ValueError),
     ("policy_weights", [1, 1, 1, -1], ValueError), ("policy_weights", "1111", TypeError), ("policy_weights", [1, 1, 1, "1"], TypeError),
-    ("low_fraction", 1.1, ValueError), ("low_fraction", False, TypeError), ("n_io_threads", 0, ValueError), ("n_io_threads", 65, ValueError),
+    ("skip_mass", -0.1, ValueError), ("skip_mass", "all", TypeError), ("low_fraction", 1.1, ValueError), ("low_fraction", False, TypeError), ("n_io_threads", 0, ValueError), ("n_io_threads", 65, ValueError),
     ("n_io_threads", 4.0, TypeError), ("direct_io", 1, TypeError), ("force_miss", "no", TypeError),
 ])
 def test_wrong_values(dual, name, value, error):
@@ -144,7 +144,7 @@ def test_settings_in_force(dual):
              "n_io_threads": np.int64(2), "direct_io": False, "force_miss": True}
     with load(dual, **given) as llm:
         s = llm.offload_stats()
-        assert s["settings"] == {"t1": 0.5, "t2": 0.75, "policy": "hobbit", "policy_weights": [1, 2, 0, 0.5], "low_fraction": 0.25, "n_io_threads": 2,
+        assert s["settings"] == {"t1": 0.5, "t2": 0.75, "skip_mass": 1, "policy": "hobbit", "policy_weights": [1, 2, 0, 0.5], "low_fraction": 0.25, "n_io_threads": 2,
                                  "direct_io": False, "force_miss": True, "cache_bytes": "3MiB", "profile": None, "miss": "fetch", "host_copies": False, "host_pinned": False}
         assert s["budget"]["budget_bytes"] == 3 * 2**20
         assert s["mode"] == "mixed" and s["sidecar"] == str(dual.with_name("small.experts.gguf"))
@@ -357,6 +357,20 @@ def test_thresholds_at_run_time(dual):
         assert llm.policy == "lru" and text(llm, 4)
         with pytest.raises(ValueError, match="policy"):
             llm.policy = "best"
+        with pytest.raises(ValueError, match="load the model with it"):
+            llm.policy = "follow"
+        assert llm.policy == "lru"
+
+
+def test_policy_follow(dual):
+    with load(dual, cache_bytes="30%", policy="follow", skip_mass=0.5) as llm:
+        first = text(llm, 12)
+        assert llm.policy == "follow" and llm.offload_stats()["settings"]["skip_mass"] == 0.5
+        llm.policy = "lru"
+        llm.policy = "follow"
+        assert text(llm, 12) and first
+    with load(dual, cache_bytes="30%", t1=1.0) as llm, load(dual, cache_bytes="30%", t1=1.0, policy="follow") as other:
+        assert text(llm, 12) == text(other, 12)  # a policy changes no result where all are high
 
 
 def test_trace(dual, tmp_path):

@@ -10,7 +10,7 @@ from makers import make_model
 from reference import Simulator, normalise
 
 SETTINGS = [
-    ("lru", (1, 1, 1, 1)), ("lfu", (1, 1, 1, 1)), ("lcu", (1, 1, 1, 1)),
+    ("lru", (1, 1, 1, 1)), ("lfu", (1, 1, 1, 1)), ("lcu", (1, 1, 1, 1)), ("follow", (1, 1, 1, 1)),
     ("hobbit", (0.25, 0.25, 0.25, 0.25)), ("hobbit", (0.1, 0.2, 0.3, 0.7)), ("hobbit", (1, 0, 0, 0)), ("hobbit", (0, 0, 0, 1)),
 ]
 
@@ -23,9 +23,9 @@ def replay(rows, n_layers, sim):
     return sim.events
 
 
-def check_events(source, policy, weights, tokens_of, *, t1, t2, fraction, low_fraction, tmp_path, restarts=2):
+def check_events(source, policy, weights, tokens_of, *, t1, t2, fraction, low_fraction, tmp_path, restarts=2, skip_mass=1.0):
     with engine.Model(engine.pair(source), t1=t1, t2=t2, policy=engine.POLICIES[policy], policy_weights=weights, direct_io=0,
-                      budget_kind=engine.FRACTION, cache_fraction=fraction, low_fraction=low_fraction) as model:
+                      budget_kind=engine.FRACTION, cache_fraction=fraction, low_fraction=low_fraction, skip_mass=skip_mass) as model:
         got = model.events()
         info, group = model.info(), model.group()
         assert info.n_groups == 1
@@ -38,7 +38,7 @@ def check_events(source, policy, weights, tokens_of, *, t1, t2, fraction, low_fr
                     c.decode(tokens[r * part + pos:r * part + pos + 1], pos)
         stats = model.stats()
         sim = Simulator(policy, t1, t2, group.high_slots, group.low_slots, info.n_layers, weights,
-                        group.low_expert_bytes / group.high_expert_bytes)
+                        group.low_expert_bytes / group.high_expert_bytes, group.n_expert, group.n_expert_used, info.high_bytes, skip_mass)
     expected = replay(np.load(tmp_path / "t.npy"), info.n_layers, sim)
     first = next((i for i, (a, b) in enumerate(zip(got, expected)) if a != b), None)
     assert first is None, f"event {first}: {got[first - 3:first + 3]}, expected {expected[first - 3:first + 3]}"
@@ -66,7 +66,13 @@ def many_experts():
     return make_model(engine.cache_dir() / "many-experts.gguf", "qwen3moe", n_layer=3, n_expert=24, n_used=6, ff=128)
 
 
-@pytest.mark.parametrize("policy, weights", SETTINGS[:4])
+@pytest.mark.parametrize("skip_mass", [0.0, 0.1, 0.3])
+def test_bounded_skips(skip_mass, tmp_path, many_experts):
+    check_events(many_experts, "hobbit", (1, 1, 1, 1), lambda m: engine.prompt(60, m.n_vocab),
+                 t1=0.3, t2=0.4, fraction=0.35, low_fraction=0.1, tmp_path=tmp_path, skip_mass=skip_mass)
+
+
+@pytest.mark.parametrize("policy, weights", SETTINGS[:5])
 def test_trained_models(policy, weights, tmp_path, shared_dir):
     for name, t1, t2 in (("books-8x2-f16", 0.6, 0.9), ("books-64x8-f16", 0.5, 0.9)):
         check_events(shared_dir / "models" / f"{name}.gguf", policy, weights,
@@ -114,10 +120,10 @@ def golden_rows(repo):
 
 def test_golden_numbers(repo):
     found = list(golden_rows(repo))
-    assert len(found) == 6
+    assert len(found) == 7
     trace = list(golden_trace(4, 16, 4, 500))
     for policy, weights, numbers in (p.values for p in found):
-        sim = Simulator(policy, 0.6, 0.9, 20, 6, 4, weights, 8 / 32)
+        sim = Simulator(policy, 0.6, 0.9, 20, 6, 4, weights, 8 / 32, 16, 4, 4 * 16 * 32)
         for pos, rows in enumerate(trace):
             sim.token(pos, rows)
         count = {}

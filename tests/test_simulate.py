@@ -66,7 +66,7 @@ def check_events(source, policy, tokens_of, path, *, t1, t2, fraction, low_fract
     assert r["bytes_per_token"] == stats.bytes_read / r["tokens"]
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "lcu", "hobbit"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lcu", "hobbit", "follow"])
 def test_events_of_the_default_model(policy, tmp_path):
     check_events(engine.DEFAULT_MODEL, policy, lambda m: engine.text_tokens(m, engine.SAMPLE_TEXT, 120), tmp_path / "t.npy",
                  t1=0.6, t2=0.9, fraction=0.3, low_fraction=0.2)
@@ -164,6 +164,25 @@ def test_everything_resident(recorded):
     r = s.simulate(trace, slots=(48, 1), t1=1.0)
     assert r["evictions"] == 0
     assert r["loads_high"] == len(np.unique(trace.rows["layer"].astype(int)[:, None] * 100 + trace.rows["expert"]))
+
+
+def test_bounded_skips(hobbit, recorded):
+    trace = s.read_trace(recorded)
+    skips = [s.simulate(trace, slots=(9, 2), t1=0.3, t2=0.3, skip_mass=x)["skips"] for x in (0, 0.2, 0.4, 1)]
+    assert skips[0] == 0 and skips[3] > skips[1] > 0 and sorted(skips) == skips
+    argv = ("simulate", recorded, "--slots", "9+2", "--policy", "hobbit", "--t1", 0.3, "--t2", 0.3, "--skip-mass", 0.2, "--json")
+    assert json.loads(hobbit(*argv)[1])["results"][0]["skips"] == skips[1]
+
+
+def test_follow_pays_for_its_tables(recorded):
+    trace = s.read_trace(recorded)
+    hobbit, follow = (s.simulate(trace, cache_bytes="40%", policy=p) for p in ("hobbit", "follow"))
+    assert follow["budget_bytes"] == hobbit["budget_bytes"] and follow["slot_bytes"] <= hobbit["slot_bytes"]
+    layers = np.repeat(trace.layers[:1], 8)
+    layers["n_expert"], layers["n_expert_used"] = 256, 8
+    layers["high_bytes"] *= 8
+    hobbit, follow = (s.simulate(trace, layers, cache_bytes="40%", policy=p) for p in ("hobbit", "follow"))
+    assert 0 < hobbit["slot_bytes"] - follow["slot_bytes"] < 0.02 * 256 * 8 * int(layers["high_bytes"][0].sum())
 
 
 def test_wrong_settings(recorded):

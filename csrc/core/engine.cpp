@@ -24,7 +24,7 @@ static constexpr size_t HITS_FIRST_BYTES = 32u << 20;
 static constexpr size_t LINK_AHEAD_BYTES = 384u << 20;
 
 engine::engine(model_layout layout, const hobbit_params & params, const budget & b, std::unique_ptr<storage> files, std::unique_ptr<host_cache> host)
-    : layout_(std::move(layout)), params_(params), budget_(b), files_(std::move(files)), records_(layout_),
+    : layout_(std::move(layout)), params_(params), budget_(b), files_(std::move(files)), records_(layout_, records::learns(params.policy)),
       policy_(make_policy(params.policy)), host_(std::move(host)), stats_(layout_.layers.size()), n_tokens_of_(layout_.layers.size(), INT_MAX),
       speeds_(b.link_speed, b.cpu_speed), whole_(layout_.groups.size(), false), waited_(layout_.groups.size(), 0),
       loader_(*files_, params.n_io_threads, layout_.piece_bytes()) {

@@ -93,6 +93,7 @@ class engine {
 
     int  prefetch(int layer, int expert, int copy);
     void set_thresholds(float t1, float t2);
+    bool learns() const { return records_.learns(); } // what HOBBIT_POLICY_FOLLOW needs
     void set_policy(int32_t kind, const float * weights);
     void set_policy(std::unique_ptr<policy> own); // one that is not in enum hobbit_policy
     void set_hooks(const hobbit_hooks & hooks, hobbit * handle);
@@ -131,6 +132,7 @@ class engine {
 
     void plan(const route_request & req);
     void select(const route_request & req);
+    void bound_skips();
     void look_up();
     void share_with_cpu();
     void divide_into_waves();

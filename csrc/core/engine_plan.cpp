@@ -80,9 +80,46 @@ void engine::select(const route_request & req) {
             plans_[p].wanted = std::max(plans_[p].wanted, wanted_[i]);
         }
     }
+    records_.served(layer_, experts_.data(), n_tokens_, n_used_);
+    if (params_.skip_mass < 1.0f) {
+        bound_skips();
+    }
     if (!uses_low(layer_, n_tokens_, n_used_)) {
         for (expert_plan & p : plans_) {
             p.wanted = p.wanted == HOBBIT_LOW ? HOBBIT_HIGH : p.wanted;
+        }
+    }
+}
+
+// Of what is beyond t2 and not there, each token skips its lightest experts, up to skip_mass of its gate weights in this
+// layer; the others are loaded at low precision.
+void engine::bound_skips() {
+    const bool low = uses_low(layer_, n_tokens_, n_used_);
+    const auto is_there = [&](int expert) {
+        for (int c = 0; c < (low ? N_COPIES : COPY_LOW); ++c) {
+            pool & pl = pool_of(layer_, c);
+            const int s = pl.find(layer_, expert);
+            if (s >= 0 && !pl.at(s).load.failed) {
+                return true;
+            }
+        }
+        return false;
+    };
+    std::vector<size_t> light; // of a token: what it would skip
+    for (int t = 0; t < n_tokens_; ++t) {
+        light.clear();
+        for (size_t i = (size_t) t * n_used_; i < (size_t) (t + 1) * n_used_; ++i) {
+            if (plans_[plan_of_[experts_[i]]].wanted == HOBBIT_SKIP && !is_there(experts_[i])) {
+                light.push_back(i);
+            }
+        }
+        std::stable_sort(light.begin(), light.end(), [&](size_t a, size_t b) { return weights_[a] < weights_[b]; });
+        double mass = 0.0;
+        for (size_t i : light) {
+            mass += weights_[i];
+            if (mass > params_.skip_mass) {
+                plans_[plan_of_[experts_[i]]].wanted = HOBBIT_LOW;
+            }
         }
     }
 }

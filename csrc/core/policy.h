@@ -55,6 +55,7 @@ std::unique_ptr<policy> make_policy_lru();
 std::unique_ptr<policy> make_policy_lfu();
 std::unique_ptr<policy> make_policy_hobbit();
 std::unique_ptr<policy> make_policy_lcu();
+std::unique_ptr<policy> make_policy_follow();
 
 std::unique_ptr<policy> make_policy(int32_t kind); // enum hobbit_policy; null if unknown
 

@@ -54,7 +54,7 @@ void pool::rank(const policy & pol, const policy_context & ctx, bool only_stream
     order_streamed_ = only_streamed;
     candidates_.resize(slots_.size());
     priorities_.resize(slots_.size());
-    order_.resize(slots_.size());
+    candidate_slots_.resize(slots_.size());
     size_t n = 0;
     int s = 0;
     for (const slot & x : slots_) {
@@ -65,26 +65,26 @@ void pool::rank(const policy & pol, const policy_context & ctx, bool only_stream
             c.copy       = copy_;
             c.last_clock = x.last_clock;
             c.last_pass  = x.last_pass;
-            order_[n++].slot = s;
+            candidate_slots_[n++] = s;
         }
         ++s;
     }
-    order_.resize(n);
     pol.priorities(candidates_.data(), n, ctx, priorities_.data());
-    for (size_t i = 0; i < n; ++i) {
-        ranked & r = order_[i];
-        r.priority   = priorities_[i];
-        r.last_clock = candidates_[i].last_clock;
-        r.layer      = candidates_[i].layer;
-        r.expert     = candidates_[i].expert;
-    }
     const auto before = [](const ranked & a, const ranked & b) {
         return a.priority != b.priority ? a.priority < b.priority
                                         : std::tie(a.last_clock, a.layer, a.expert) < std::tie(b.last_clock, b.layer, b.expert);
     };
-    n = std::min(n, RANKED);
-    std::partial_sort(order_.begin(), order_.begin() + n, order_.end(), before);
-    order_.resize(n);
+    for (size_t i = 0; i < n; ++i) { // few of many get in
+        if (order_.size() == RANKED && priorities_[i] > order_.back().priority) {
+            continue;
+        }
+        const candidate & c = candidates_[i];
+        const ranked r = { priorities_[i], c.last_clock, c.layer, c.expert, candidate_slots_[i] };
+        order_.insert(std::upper_bound(order_.begin(), order_.end(), r, before), r);
+        if (order_.size() > RANKED) {
+            order_.pop_back();
+        }
+    }
 }
 
 void pool::assign(int s, int layer, int expert) {

@@ -79,6 +79,7 @@ class pool {
     size_t next_ = 0;           // of order_, the first that was not taken yet
     bool order_streamed_ = false;
     std::vector<candidate> candidates_; // scratch of rank()
+    std::vector<int>       candidate_slots_;
     std::vector<double>    priorities_;
 };
 

@@ -4,11 +4,12 @@
 
 namespace hob {
 
-records::records(const model_layout & layout) {
+records::records(const model_layout & layout, bool learn) : succession_(learn ? std::make_unique<succession>(layout) : nullptr) {
     size_t n = 0;
     for (const layer_layout & l : layout.layers) {
         offset_.push_back(n);
         n += l.n_expert;
+        share_used_.push_back((double) l.n_used / l.n_expert);
     }
     offset_.push_back(n);
 }
@@ -21,10 +22,16 @@ void records::begin(const void * context, const int32_t * seq, const int32_t * p
         sequence_records & s = sequences_[{ context, seq[t] }];
         if (s.experts.empty()) {
             s.experts.resize(offset_.back());
+            if (succession_) {
+                succession_->start(s.succession);
+            }
         }
         if (pos[t] == 0) {
             s.tokens = 0;
             std::fill(s.experts.begin(), s.experts.end(), use_record());
+            if (succession_) {
+                succession_->start(s.succession);
+            }
         }
         s.last_pass = pass_;
         s.tokens++;
@@ -45,6 +52,13 @@ void records::begin(const void * context, const int32_t * seq, const int32_t * p
         }
         sequences_.erase(oldest);
     }
+    if (succession_) {
+        running_.clear();
+        for (const auto & [s, number] : token_) {
+            running_.push_back({ &s->succession, number });
+        }
+        succession_->begin(running_);
+    }
 }
 
 void records::use(int layer, int token, int expert, int32_t wanted) {
@@ -56,8 +70,18 @@ void records::use(int layer, int token, int expert, int32_t wanted) {
     r.low  += wanted == HOBBIT_LOW;
 }
 
-size_t records::bytes() const {
-    return MAX_SEQUENCES * (offset_.back() * sizeof(use_record) + sizeof(sequence_records) + 64);
+void records::served(int layer, const int32_t * experts, int n_tokens, int n_used) {
+    if (succession_) {
+        succession_->serve(layer, experts, n_tokens, n_used);
+    }
+}
+
+uint64_t records::bytes(const model_layout & layout, int32_t policy) {
+    uint64_t n = 0;
+    for (const layer_layout & l : layout.layers) {
+        n += l.n_expert;
+    }
+    return MAX_SEQUENCES * (n * sizeof(use_record) + sizeof(sequence_records) + 64) + (learns(policy) ? succession::bytes(layout, MAX_SEQUENCES) : 0);
 }
 
 } // namespace hob

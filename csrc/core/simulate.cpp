@@ -13,7 +13,7 @@ class no_storage : public storage {
 } // namespace
 
 std::unique_ptr<engine> make_simulated_engine(model_layout layout, const hobbit_params & params, const int32_t * slots) {
-    budget b = measure(layout, params, records(layout).bytes());
+    budget b = measure(layout, params, records::bytes(layout, params.policy));
     if (slots) {
         for (size_t i = 0; i < layout.groups.size(); ++i) {
             group_layout & g = layout.groups[i];

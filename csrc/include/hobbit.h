@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define HOBBIT_API_VERSION 3
+#define HOBBIT_API_VERSION 4
 
 struct hobbit;      // the engine of one model: its pools, records, loader threads, statistics
 struct llama_model; // llama.h
@@ -43,6 +43,7 @@ enum hobbit_policy {
     HOBBIT_POLICY_LFU    = 1,
     HOBBIT_POLICY_HOBBIT = 2, // four weighted terms: recency, frequency, high-precision uses, layer distance
     HOBBIT_POLICY_LCU    = 3, // least cost of use
+    HOBBIT_POLICY_FOLLOW = 4, // expected uses, learned from which experts follow which; only from the load on
 };
 
 // Where a missed expert is computed, for a model on a GPU whose copies are held in host memory.
@@ -104,6 +105,9 @@ struct hobbit_params {
     double   link_speed;        // bytes/s to divide misses by, together with cpu_speed; 0: measured and corrected
     double   cpu_speed;
     uint64_t host_bytes;        // HOBBIT_HOST_SOME: memory for copies, beside cache_bytes
+    float    skip_mass;         // share of a token's gate weights in a layer that may be skipped, the lightest; what else
+                                // is beyond t2 and missing is loaded low; >= 1: no bound
+    int32_t  reserved;
 };
 
 // What was set up. Sizes in bytes.

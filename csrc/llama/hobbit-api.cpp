@@ -41,8 +41,8 @@ std::string check_thresholds(float t1, float t2) {
 }
 
 std::string check_policy(int32_t policy, const float * w) {
-    if (policy < HOBBIT_POLICY_LRU || policy > HOBBIT_POLICY_LCU) {
-        return "policy is " + std::to_string(policy) + ": known are 0 (lru), 1 (lfu), 2 (hobbit), 3 (lcu)";
+    if (policy < HOBBIT_POLICY_LRU || policy > HOBBIT_POLICY_FOLLOW) {
+        return "policy is " + std::to_string(policy) + ": known are 0 (lru), 1 (lfu), 2 (hobbit), 3 (lcu), 4 (follow)";
     }
     if (w) {
         float sum = 0.0f;
@@ -98,6 +98,9 @@ std::string check(const hobbit_params & p) {
     if (p.budget_kind == HOBBIT_BUDGET_FRACTION && !(p.cache_fraction >= 0.0 && p.cache_fraction <= 1.0)) {
         return "cache_fraction is " + number(p.cache_fraction) + ": it must be 0 to 1";
     }
+    if (!(p.skip_mass >= 0.0f)) {
+        return "skip_mass is " + number(p.skip_mass) + ": it must be at least 0 (1 or more: no bound)";
+    }
     if (!(p.low_fraction >= 0.0f && p.low_fraction <= 1.0f)) {
         return "low_fraction is " + number(p.low_fraction) + ": it must be 0 to 1";
     }
@@ -140,6 +143,7 @@ void hobbit_default_params(struct hobbit_params * p) {
     p->admit          = HOBBIT_ADMIT_OFTEN;
     p->preload        = HOBBIT_PRELOAD_AUTO;
     p->cpu_batch      = 16;
+    p->skip_mass      = 1.0f;
 }
 
 int hobbit_check_params(const struct hobbit_params * p) {
@@ -185,6 +189,9 @@ int hobbit_set_policy(struct hobbit * h, int32_t policy, const float * weights) 
     const std::string err = check_policy(policy, weights);
     if (!err.empty()) {
         return fail(err);
+    }
+    if (policy == HOBBIT_POLICY_FOLLOW && !h->engine->learns()) {
+        return fail("policy follow learns from the load on, in memory that is part of the budget: load the model with it");
     }
     h->engine->set_policy(policy, weights);
     return 0;

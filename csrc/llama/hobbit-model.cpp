@@ -348,7 +348,7 @@ void hobbit_start(hobbit & h, const llama_model & model) {
     std::vector<group_plan> plans;
     hob::model_layout layout = lay_out(h.sidecar, n_used, bufts, plans);
 
-    hob::budget b = hob::measure(layout, h.params, hob::records(layout).bytes());
+    hob::budget b = hob::measure(layout, h.params, hob::records::bytes(layout, h.params.policy));
     if (h.params.budget_kind == HOBBIT_BUDGET_DEVICE) {
         b.total = room_on_devices(layout, plans, h.params.cache_bytes, b);
     }
@@ -474,7 +474,7 @@ std::vector<hobbit_layer> hobbit_layers_of_file(const std::string & path, int n_
 
 int hobbit_measure_file(const std::string & path, int n_used_override, hobbit_info & out) {
     const hob::model_layout layout = probe(path, n_used_override);
-    const hob::budget b = hob::measure(layout, hobbit_load_params(), hob::records(layout).bytes());
+    const hob::budget b = hob::measure(layout, hobbit_load_params(), hob::records::bytes(layout, hobbit_load_params().policy));
     out = {};
     out.floor_bytes   = b.floor;
     out.staging_bytes = b.staging;

@@ -185,5 +185,6 @@ hobbit_params test_params(float t1, float t2, int policy) {
     p.budget_kind  = HOBBIT_BUDGET_MIN;
     p.n_io_threads = 2;
     p.cpu_batch    = 8;
+    p.skip_mass    = 1.0f;
     return p;
 }

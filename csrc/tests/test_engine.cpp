@@ -76,7 +76,7 @@ struct world {
         model = std::make_unique<fake_model>(groups, layers);
         const float thresholds[][2] = { { 0.6f, 0.9f }, { 0.0f, 0.0f }, { 0.3f, 1.0f }, { 0.0f, 1.0f }, { 1.0f, 1.0f }, { 0.5f, 0.5f } };
         const float * t = thresholds[r.below(6)];
-        params = test_params(t[0], t[1], r.below(4));
+        params = test_params(t[0], t[1], r.below(5));
         params.n_io_threads = 1 + r.below(4);
         params.force_miss   = r.below(8) == 0;
         for (float & w : params.policy_weights) {
@@ -391,6 +391,39 @@ TEST(engine_resident_copies_serve) {
     CHECK_EQ(step(3, { 1, 0 }, { 0.75f, 0.25f }), "Hh^"); // high wanted, low resident: a high miss; low wanted, high resident
     CHECK_EQ(step(4, { 1, 0 }, { 0.75f, 0.25f }), "HH^");
     d.check_stats();
+}
+
+TEST(engine_skips_the_lightest_of_what_is_missing) {
+    fake_model m({ KINDS[1] }, { 0 });
+    m.place_slots(4, 8);
+    hobbit_params p = test_params(0.4f, 0.4f); // rank 0 high, the others to be skipped
+    p.skip_mass = 0.1f;
+    engine e(m.layout, p, {}, std::make_unique<fake_storage>(m));
+    int32_t pos = 0;
+    // kept as a text: the experts that are served
+    const auto step = [&](const std::vector<int32_t> & experts, const std::vector<float> & weights) {
+        const int n = (int) experts.size(), n_tokens = n / 4;
+        const std::vector<int32_t> seq(n_tokens, 0);
+        std::vector<int32_t> at(n_tokens), high(n), low(n), kept(n);
+        for (int32_t & x : at) {
+            x = pos++;
+        }
+        e.begin_graph();
+        e.route({ 0, n_tokens, 4, 1, experts.data(), weights.data(), &e, seq.data(), at.data(), true }, 0, { high.data(), low.data(), kept.data() });
+        CHECK_EQ(e.end_graph(), "");
+        std::string s;
+        for (int i = 0; i < n; ++i) {
+            s += kept[i] < 0 ? "-" : high[i] >= 0 ? "H" : "L";
+        }
+        return s;
+    };
+    CHECK_EQ(step({ 0, 1, 2, 3 }, { 0.5f, 0.3f, 0.15f, 0.05f }), "HLL-"); // 0.05 and 0.15 together are too much
+    CHECK_EQ(step({ 0, 1, 2, 4 }, { 0.5f, 0.2f, 0.2f, 0.1f }), "HLL-");   // what is there serves, and leaves the rest its room
+    CHECK_EQ(step({ 0, 5, 6, 3 }, { 0.5f, 0.04f, 0.06f, 0.4f }), "H--L");
+    CHECK_EQ(step({ 7, 8, 9, 10, 11, 7, 8, 9 }, { 0.8f, 0.11f, 0.05f, 0.04f, 0.7f, 0.1f, 0.15f, 0.05f }), "HL--HHL-"); // of two tokens, one needs 8
+    const hobbit_stats st = e.stats();
+    CHECK_EQ(st.skips, 7u);
+    CHECK_EQ(st.requests, st.hits_high + st.hits_low + st.misses_high + st.misses_low + st.skips);
 }
 
 TEST(engine_two_contexts_take_turns) {

@@ -40,6 +40,7 @@ const golden GOLDEN[] = {
     { "hobbit 1 0 0 0", HOBBIT_POLICY_HOBBIT, { 1, 0, 0, 0 }, 3202, 330, 2468, 1363, 637, 3805 },
     { "hobbit 0 0 1 3", HOBBIT_POLICY_HOBBIT, { 0, 0, 1, 3 }, 3449, 374, 2366, 1257, 554, 3597 },
     { "lcu",          HOBBIT_POLICY_LCU,    { 1, 1, 1, 1 }, 3195, 373, 2463, 1355, 614, 3792 },
+    { "follow",       HOBBIT_POLICY_FOLLOW, { 1, 1, 1, 1 }, 3471, 312, 2340, 1297, 580, 3611 },
     // clang-format on
 };
 

@@ -22,7 +22,7 @@ group_spec linked(int n_expert, int n_used, size_t scale = 1, int n_units = 8) {
 }
 
 budget divided_by(const fake_model & m, const hobbit_params & p, int miss) {
-    budget b = measure(m.layout, p, records(m.layout).bytes());
+    budget b = measure(m.layout, p, records::bytes(m.layout, p.policy));
     b.miss = miss;
     b.link_speed = p.link_speed;
     b.cpu_speed  = p.cpu_speed;

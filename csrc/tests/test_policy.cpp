@@ -95,6 +95,30 @@ TEST(policy_lcu_terms) {
     CHECK(close(f.p(HOBBIT_POLICY_LCU, 1, 0, 0, 10), 1 / 4.1));
 }
 
+TEST(policy_follow_terms) {
+    fixture f;
+    records learning(f.model.layout, true);
+    f.ctx.rec = &learning;
+    const int32_t seq = 0, pos = 0, expert = 2;
+    learning.begin(&f, &seq, &pos, 1);
+    learning.use(3, 0, expert, HOBBIT_LOW);
+    // F = 1, L = 1 at a quarter of the cost, T = 1, 2 of 4 experts used; distance 2 of 4
+    const double later = (1.0 + 20 * 0.5) / 21;
+    CHECK(std::fabs(learning.chance(*learning.active()[0], 3, 2) - 0.5) < 0.01); // nothing learned yet
+    const double next = learning.chance(*learning.active()[0], 3, 2);
+    CHECK(close(f.p(HOBBIT_POLICY_FOLLOW, 3, 2), (1 + 0.25) / 2 * std::exp2(-0.5) * (next + later)));
+    CHECK(close(f.p(HOBBIT_POLICY_FOLLOW, 1, 0), std::exp2(-1.0) * (next + 10.0 / 21))); // never used, needed last
+    const candidate low = { 3, 2, COPY_LOW, 0, 0 };
+    double out;
+    make_policy(HOBBIT_POLICY_FOLLOW)->priorities(&low, 1, f.ctx, &out);
+    CHECK(close(out, 0.25 / 2 * std::exp2(-0.5) * (next + later)));
+    for (int32_t t = 1; t < 20; ++t) {
+        learning.served(3, &expert, 1, 1);
+        learning.begin(&f, &seq, &t, 1);
+    }
+    CHECK(learning.chance(*learning.active()[0], 3, 2) > next);
+}
+
 TEST(policy_several_sequences_take_the_mean) {
     fixture f;
     // sequence 0 has its fifth token, sequence 1 its first: uses 3/5 and 1/1
@@ -109,8 +133,8 @@ TEST(policy_several_sequences_take_the_mean) {
 
 TEST(policy_unknown_kinds_are_null) {
     CHECK(make_policy(-1) == nullptr);
-    CHECK(make_policy(4) == nullptr);
-    for (int k = 0; k < 4; ++k) {
+    CHECK(make_policy(5) == nullptr);
+    for (int k = 0; k < 5; ++k) {
         CHECK(make_policy(k) != nullptr);
     }
 }

@@ -130,5 +130,5 @@ TEST(records_a_ubatch_of_more_sequences_than_are_kept) {
 
 TEST(records_bytes_are_enough) {
     fixture f;
-    CHECK(f.rec.bytes() >= records::MAX_SEQUENCES * 8 * sizeof(use_record));
+    CHECK(records::bytes(f.model.layout, HOBBIT_POLICY_HOBBIT) >= records::MAX_SEQUENCES * 8 * sizeof(use_record));
 }

@@ -138,7 +138,7 @@ uint64_t misses(const std::vector<int> & experts, int policy, bool foresee) {
 } // namespace
 
 TEST(simulation_equals_the_engine) {
-    for (int policy : { HOBBIT_POLICY_LRU, HOBBIT_POLICY_LFU, HOBBIT_POLICY_HOBBIT, HOBBIT_POLICY_LCU }) {
+    for (int policy : { HOBBIT_POLICY_LRU, HOBBIT_POLICY_LFU, HOBBIT_POLICY_HOBBIT, HOBBIT_POLICY_LCU, HOBBIT_POLICY_FOLLOW }) {
         compare(policy, 0.5f, 0.8f);
     }
     compare(HOBBIT_POLICY_HOBBIT, 0.6f, 1.0f);
