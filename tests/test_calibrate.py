@@ -16,7 +16,7 @@ from hobbit_cpp._tuning_predict import Prediction, Predictor
 from hobbit_cpp.calibrate import calibrate
 
 ONE = {"n_threads": 1, "n_threads_batch": 1}
-SMALL = {"text": engine.SAMPLE_TEXT, "budget": "3MiB", "types": ["q5_k", "q4_k", "q3_k"], "n_ctx": 64, "chunks": 4, "speed": 1e9, **ONE}
+SMALL = {"text": engine.SAMPLE_TEXT, "budget": "3MiB", "types": ["q5_k", "q4_k", "q3_k"], "n_ctx": 64, "chunks": 8, "speed": 1e9, **ONE}
 LIMIT = 0.015
 
 
@@ -33,7 +33,7 @@ def found(work):
 def test_the_promise(found):
     assert found.fitted.divergence.kl_mean.value <= LIMIT or found.setting.uniform
     assert found.quality_kept and found.bytes_kept and abs(found.bytes_off) < 0.1
-    assert found.unseen.passes == found.fitted.passes == found.n_tokens == 4 * 63
+    assert found.unseen.passes == found.fitted.passes == found.n_tokens == SMALL["chunks"] * 63
     within = [f for f in found.finalists if f.kl.value <= LIMIT]
     assert found.predicted_bytes == min(f.predicted.bytes_per_token for f in within) and found.n_predicted > 100
     assert found.ceiling.mean_bits <= found.ceiling.bits and found.gain > 0
