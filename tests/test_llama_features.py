@@ -1,6 +1,5 @@
 """What llama-cpp-python can do, on a model with offloaded experts, all high: the same as the ordinary file under llama_cpp.Llama."""
 
-import gc
 import itertools
 import json
 

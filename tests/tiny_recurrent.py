@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiny_archs import D, FF, base, write
+from tiny_archs import D, base, write
 
 CONV, INNER, STATE, RANK = 4, 2 * D, 16, 16
 
