@@ -68,6 +68,7 @@ uint64_t succession::bytes(const model_layout & layout, size_t n_states) {
     }
     const uint64_t ranks = layout.layers.size() * n_used;
     uint64_t n = experts * sizeof(int32_t) + n_states * (2 * ranks * sizeof(int16_t) + experts * sizeof(int32_t)) + MOST * ranks * sizeof(int16_t);
+    n += PLACES * (sizeof(double) + sizeof(int16_t)) + layout.layers.size() * sizeof(int32_t);
     for (const std::vector<int> * list : { &a.same, &a.before }) {
         for (int age : *list) {
             n += table_bytes(layout, age);

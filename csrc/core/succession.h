@@ -8,10 +8,9 @@
 // the error of the sum that ends with it:
 //
 //   base = bias + stay + sum of before[a]       z_a = z_(next farther) + sum of same[a]
-// (stay: for experts that the token before used, the same for all of a layer)
-//
 //   weight += rate * (used - 1/(1 + exp(-z)))   for the weights that came into that sum
 //
+// stay is a weight of experts that the token before used, one for all of a layer.
 // Integers throughout: the same everywhere.
 
 #pragma once
@@ -40,7 +39,7 @@ class succession {
   public:
     static constexpr int ONE  = 1 << 13; // fixed point of weights and sums
     static constexpr int RATE = 128;     // of ONE: how far one error of 1 moves a weight
-    static constexpr int LANES = 8;  // weights that are moved together
+    static constexpr int LANES = 8;      // weights that are moved together
     static constexpr int MOST = 64;      // tokens of a batch that are learned from, its last
 
     // Takes at most 1/SHARE of the experts' bytes at high precision, or SMALL, whichever is more, for the tables.
