@@ -317,6 +317,7 @@ def test_metrics_add_up(server):
     server.complete(max_tokens=5)
     assert server.metric("hobbit_tokens_total", kind="decode") == tokens + 4  # the first comes with the prompt
     assert server.metric("hobbit_http_requests_total", path="/v1/completions", status="200") == requests + 1
+    assert server.ask("GET", "/../etc/passwd")[0] == 404
     text = server.ask("GET", "/metrics")[1].decode()
     assert 'path="other",status="404"' in text and "passwd" not in text  # no label of a client's making
 
