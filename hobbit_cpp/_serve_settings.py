@@ -40,6 +40,7 @@ class ServeSettings(BaseModel):
 
     t1: Optional[float] = None
     t2: Optional[float] = None
+    skip_mass: Optional[float] = None
     cache: Optional[Size] = None
     policy: Optional[Literal[POLICIES]] = None
     low_fraction: Optional[float] = None
@@ -47,6 +48,7 @@ class ServeSettings(BaseModel):
     no_direct_io: bool = False
     host_copies: Optional[Size] = None
     miss: Optional[Literal[MISS]] = None
+    no_profile: bool = False
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
