@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 
 import pytest
 
@@ -10,6 +11,10 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
+
+
+# a shell in the background starts its children with SIGINT ignored, and ours would inherit that: some tests send one
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
