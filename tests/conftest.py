@@ -12,7 +12,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 
-
 # a shell in the background starts its children with SIGINT ignored, and ours would inherit that: some tests send one
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
