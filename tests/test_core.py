@@ -45,3 +45,15 @@ def test_core(repo, name, tmp_path):
     result = run(build / "hobbit-core-tests", *shlex.split(os.environ.get("HOBBIT_CORE_ARGS", "")), env=env)
     print(result.stdout[-8000:])
     assert result.returncode == 0
+
+
+def test_configures_in_an_awkward_folder(repo, tmp_path):
+    tree = tmp_path / "a b" / "é"
+    (tree / "hobbit_cpp").mkdir(parents=True)
+    for name in ("cmake", "csrc"):
+        shutil.copytree(repo / name, tree / name)
+    shutil.copy(repo / "CMakeLists.txt", tree)
+    shutil.copy(repo / "hobbit_cpp" / "_version.py", tree / "hobbit_cpp")
+    result = run(cmake, "-S", tree, "-B", tree / "build", "-DHOBBIT_CORE_TESTS=ON", "-DHOBBIT_SANITIZE=address,undefined")
+    assert result.returncode == 0, result.stdout[-8000:]
+    assert (tree / "build" / "CMakeCache.txt").is_file()

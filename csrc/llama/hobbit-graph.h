@@ -22,7 +22,8 @@
 //
 //   pack -> route | products 0 (hits) | arrive: device waits for loads | products 1 | CPU's part | sum
 //
-// The CPU's part are products with the copies in host memory. A divided expert is in both: the device has the first
+// One to four tokens with slots in host memory, and the CPU's part, take hobbit-cpu.h's operations in place of the products.
+// The CPU's part is with the copies in host memory. A divided expert is in both: the device has the first
 // units of its inner width (what it computes of the others is multiplied by zero), the CPU the tail.
 //
 // A group of layers whose slots hold all experts needs none of this: its bank is the model's tensor.
