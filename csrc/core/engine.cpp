@@ -242,20 +242,44 @@ void engine::cpu_begins() {
     cpu_us_ = now_us();
 }
 
+// A search of all slots reads more memory than all the rest of planning, and link and CPU wait for it. The next layer's
+// is done while they work. Its records are as they will be then: of the experts that its router is about to choose, those
+// that are in high slots are no candidates. But for what follow learns from that choice.
+void engine::rank_ahead() {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    const int next = layer_ + 1;
+    if (next >= (int) layout_.layers.size() || records_.learns() || params_.force_miss || bulk_) {
+        return;
+    }
+    const auto hold = [&](int more) { // this layer's slots are free to go then, but for those that will be empty
+        for (const expert_plan & p : plans_) {
+            if (p.pins > 0 && p.units == 0) {
+                pool_of(layer_, p.copy).at(p.slot).pins += more;
+            }
+        }
+    };
+    policy_context ctx = context_for(layout_.layers[next].group);
+    ctx.layer = next;
+    hold(-1);
+    pool_of(next, COPY_HIGH).rank_ahead(*policy_, ctx);
+    hold(1);
+}
+
 void engine::cpu_done() {
     const int64_t done = now_us();
     device_link * link = nullptr;
-    uint64_t ticket   = 0;
-    uint64_t loaded   = 0;
-    uint64_t computed = 0;
+    uint64_t ticket = 0;
+    served s;
     {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
         link = layout_.groups[layout_.layers[layer_].group].banks[COPY_HIGH][0].link;
         for (const expert_plan & p : plans_) {
-            computed += cpu_bytes(p);
+            if (p.cpu) {
+                s.cpu_bytes[p.copy] += (double) cpu_bytes(p);
+            }
             if (p.load && p.slot >= 0) {
-                ticket  = std::max(ticket, pool_of(layer_, p.copy).at(p.slot).load.ticket);
-                loaded += part_bytes(p);
+                ticket = std::max(ticket, pool_of(layer_, p.copy).at(p.slot).load.ticket);
+                s.link_bytes += (double) part_bytes(p);
             }
         }
     }
@@ -266,10 +290,15 @@ void engine::cpu_done() {
     }
     // a wait shorter than this may be the question itself: asking a device costs that long
     constexpr int64_t ASKING_US = 25;
-    const bool link_last = arrived - done > ASKING_US;
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (budget_.miss == HOBBIT_MISS_AUTO && !params_.link_speed && !behind_ahead_) {
-        speeds_.observe(ticket ? (double) loaded : 0.0, (arrived - issued_us_) / 1e6, link_last, (double) computed, (done - cpu_us_) / 1e6);
+        s.link_last = arrived - done > ASKING_US;
+        s.cpu_s     = (done - cpu_us_) / 1e6;
+        if (issued_us_ > 0) {
+            s.link_s  = (arrived - issued_us_) / 1e6;
+            s.delay_s = (cpu_us_ - issued_us_) / 1e6;
+        }
+        speeds_.observe(s);
     }
     stats_[layer_].cpu_us  += done - cpu_us_;
     stats_[layer_].wait_us += arrived - done;
@@ -534,6 +563,7 @@ int engine::prefetch(int layer, int expert, int copy) {
     if (layer == layer_ && n_waves_ > 0 && plan_of_[expert] >= 0) {
         return 0; // it is being served right now
     }
+    pool_of(layer, copy).forget_ahead(); // what it brings may be needed less than what was to go
     if (records_.active().empty() || pool_of(layer, COPY_HIGH).find(layer, expert) >= 0 || pool_of(layer, copy).find(layer, expert) >= 0) {
         return 0;
     }

@@ -88,6 +88,7 @@ class engine {
     void route(const route_request & req, int wave, const route_result & out);
     void arrive(int wave, void * compute); // at_once(): compute waits for the loads of that wave
     void cpu_begins();
+    void rank_ahead(); // while the CPU computes
     void cpu_done();
     void wait_late(int wave, const int32_t * high_in, const int32_t * low_in, int32_t * high, int32_t * low, int n);
 
@@ -193,7 +194,7 @@ class engine {
     int n_used_ = 0;
     int n_waves_ = 0;
     bool at_once_ = false;
-    int64_t issued_us_ = 0; // the step's loads were queued
+    int64_t issued_us_ = 0; // the step's loads were queued; 0: none
     int64_t cpu_us_    = 0; // the CPU's part began
     bool bulk_ = false; // a large batch: may not wash out the slots of the small ones
     uint64_t clock_ = 0;

@@ -23,12 +23,13 @@ void engine::plan(const route_request & req) {
     }
     behind_ahead_ = queued_ahead_;
     queued_ahead_ = false;
+    issued_us_    = 0;
     at_once_  = at_once(layer_, n_tokens_, n_used_);
     clock_++;
     select(req);
     look_up();
     for (pool & p : pools_) {
-        p.forget_order();
+        p.begin(layer_);
     }
     if (has_cpu_part(n_tokens_)) {
         share_with_cpu();
@@ -190,12 +191,13 @@ void engine::share_with_cpu() {
     std::vector<expert_plan *> whose;
     for (expert_plan & p : plans_) {
         if (p.miss) {
-            misses.push_back({ (double) g.expert_bytes(p.copy), g.n_units });
+            const double bytes = (double) g.expert_bytes(p.copy);
+            misses.push_back({ bytes / speeds_.link(), bytes / speeds_.cpu(p.copy), g.n_units });
             whose.push_back(&p);
         }
     }
     if (budget_.miss == HOBBIT_MISS_AUTO) {
-        share(misses, speeds_.link(), speeds_.cpu(), speeds_.cpu_start());
+        share(misses, speeds_.cpu_start());
     }
     for (size_t i = 0; i < misses.size(); ++i) {
         const missed & m = misses[i];

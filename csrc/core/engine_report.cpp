@@ -17,6 +17,7 @@ void engine::set_policy(int32_t kind, const float * weights) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     policy_ = make_policy(kind);
     for (pool & p : pools_) {
+        p.forget_ahead();
         p.forget_order();
     }
     params_.policy = kind;
@@ -29,6 +30,7 @@ void engine::set_policy(std::unique_ptr<policy> own) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     policy_ = std::move(own);
     for (pool & p : pools_) {
+        p.forget_ahead();
         p.forget_order();
     }
 }
@@ -62,7 +64,7 @@ hobbit_info engine::info() {
     i.host_pinned   = budget_.host_pinned;
     if (budget_.cpu_speed > 0.0) {
         i.link_speed = budget_.link_speed > 0.0 ? speeds_.link() : 0.0;
-        i.cpu_speed  = speeds_.cpu();
+        i.cpu_speed  = speeds_.cpu(COPY_HIGH);
     }
     for (const group_layout & g : layout_.groups) {
         i.n_expert      = std::max(i.n_expert, g.n_expert);

@@ -49,6 +49,33 @@ int pool::weakest(const policy & pol, const policy_context & ctx, bool only_stre
     return -1;
 }
 
+void pool::forget_order() {
+    if (order_ahead_ < 0) {
+        order_.clear();
+        next_ = 0;
+    }
+}
+
+void pool::rank_ahead(const policy & pol, const policy_context & ctx) {
+    begin(ctx.layer);
+    rank(pol, ctx, false);
+    order_ahead_ = ctx.layer;
+}
+
+void pool::begin(int layer) {
+    const bool found = order_ahead_ == layer;
+    order_ahead_ = -1;
+    if (!found) {
+        forget_order();
+    }
+}
+
+void pool::forget_ahead() {
+    if (order_ahead_ >= 0) {
+        begin(-1);
+    }
+}
+
 void pool::rank(const policy & pol, const policy_context & ctx, bool only_streamed) {
     forget_order();
     order_streamed_ = only_streamed;

@@ -48,7 +48,12 @@ class pool {
     // The occupied slot of least priority that may be given up, -1 if none. A search looks at every slot, so its
     // result serves until priorities change or slots are unpinned: forget_order() then.
     int weakest(const policy & pol, const policy_context & ctx, bool only_streamed = false);
-    void forget_order() { order_.clear(); next_ = 0; }
+    void forget_order();
+
+    // A search for a layer before its turn: what is forgotten until then does not concern it. begin() says whose turn it is.
+    void rank_ahead(const policy & pol, const policy_context & ctx);
+    void begin(int layer);
+    void forget_ahead();
 
     void assign(int s, int layer, int expert);
     void release(int s);
@@ -78,6 +83,7 @@ class pool {
     std::vector<ranked> order_; // least priority first
     size_t next_ = 0;           // of order_, the first that was not taken yet
     bool order_streamed_ = false;
+    int  order_ahead_    = -1;  // the layer that it was found ahead for
     std::vector<candidate> candidates_; // scratch of rank()
     std::vector<int>       candidate_slots_;
     std::vector<double>    priorities_;

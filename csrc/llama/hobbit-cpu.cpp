@@ -168,6 +168,7 @@ void compute(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const operands o = { op, dst, args[0], args[1], (int) dst->ne[1], (int) dst->ne[2] };
     if (ith == 0 && !op.down && op.engine) {
         op.engine->cpu_begins();
+        op.engine->rank_ahead();
     }
     const int n_pieces = list_jobs(o, nth, s);
     clear(o, ith, nth);

@@ -44,15 +44,10 @@ bool hobbit_wants_host_copies(const hobbit & h, const hob::budget & b, ggml_back
     return on || (h.params.host_copies == HOBBIT_HOST_AUTO && device && fits);
 }
 
-// The buffer type of memory that the device reads by itself; plain memory where there is no device, or none such.
-static ggml_backend_buffer_type_t host_buffer_type(ggml_backend_dev_t device) {
-    ggml_backend_buffer_type_t buft = device ? ggml_backend_dev_host_buffer_type(device) : nullptr;
-    return buft ? buft : ggml_backend_cpu_buffer_type();
-}
-
-// Whether a buffer turned out to be pinned.
-static void note_pinned(hob::budget & b, ggml_backend_buffer_t buf) {
-    b.host_pinned = b.host_pinned && ggml_backend_buffer_get_type(buf) != ggml_backend_cpu_buffer_type();
+static hobbit_pinned & allocate(hobbit & h, hob::budget & b, size_t n, ggml_backend_dev_t device) {
+    h.host_memory.push_back(std::make_unique<hobbit_pinned>(n, device));
+    b.host_pinned = b.host_pinned && h.host_memory.back()->pinned();
+    return *h.host_memory.back();
 }
 
 static void warn_if_not_pinned(const hob::budget & b, ggml_backend_dev_t device) {
@@ -85,14 +80,7 @@ std::unique_ptr<hob::host_cache> hobbit_host_level(hobbit & h, const hob::model_
     std::vector<hob::host_cache::block> blocks = hob::host_cache::divide(layout, bytes, b.host);
     b.host_pinned = device != nullptr;
     for (hob::host_cache::block & x : blocks) {
-        ggml_backend_buffer_t buf = ggml_backend_buft_alloc_buffer(host_buffer_type(device), x.n * x.stride + hob::IO_ALIGN);
-        if (!buf) {
-            throw std::runtime_error("out of memory: " + std::to_string(x.n * x.stride) + " bytes of host memory for copies of experts");
-        }
-        h.bank_bufs.emplace_back(buf);
-        note_pinned(b, buf);
-        const size_t base = (size_t) ggml_backend_buffer_get_base(buf);
-        x.base = (uint8_t *) ((base + hob::IO_ALIGN - 1) / hob::IO_ALIGN * hob::IO_ALIGN);
+        x.base = allocate(h, b, x.n * x.stride, device).data();
     }
     warn_if_not_pinned(b, device);
     LLAMA_LOG_INFO("%s: %.1f MiB of host memory for %.1f MiB of copies of experts\n", __func__, b.host / 1048576.0, (b.high + b.low) / 1048576.0);
@@ -100,11 +88,11 @@ std::unique_ptr<hob::host_cache> hobbit_host_level(hobbit & h, const hob::model_
 }
 
 void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget & b, hob::storage & files, ggml_backend_dev_t device) {
-    ggml_backend_buffer_type_t buft = host_buffer_type(device);
     b.host_pinned = device != nullptr;
     const size_t n_tensors = layout.layers.size() * hob::N_COPIES * hob::MAX_PROJ;
     h.host_ctx.reset(ggml_init({ ggml_tensor_overhead() * n_tensors, nullptr, /*.no_alloc =*/ true }));
 
+    const int64_t t0 = hob::now_us();
     struct part { const hob::slab * from; uint8_t * to; uint64_t at; size_t n; };
     std::vector<part> parts;
     for (size_t l = 0; l < layout.layers.size(); ++l) {
@@ -112,7 +100,7 @@ void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget
         const hobbit_sidecar_layer & sl = h.sidecar.layers[l];
         h.host.emplace_back();
         for (int c = 0; c < hob::N_COPIES; ++c) {
-            size_t total = hob::IO_ALIGN;
+            size_t total = 0;
             const auto pad = [](size_t x) { return (x + hob::IO_ALIGN - 1) / hob::IO_ALIGN * hob::IO_ALIGN; };
             for (int p = 0; p < sl.n_proj; ++p) {
                 const hobbit_expert_tensor & t = h.sidecar.tensors[sl.tensors[p]];
@@ -121,17 +109,12 @@ void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget
                 h.host.back().tensor[c][p] = x;
                 total += pad(ggml_nbytes(x));
             }
-            ggml_backend_buffer_t buf = ggml_backend_buft_alloc_buffer(buft, total);
-            if (!buf) {
-                throw std::runtime_error("out of memory: " + std::to_string(total) + " bytes of host memory for the copies of one layer's experts");
-            }
-            h.bank_bufs.emplace_back(buf);
-            note_pinned(b, buf);
-            ggml_backend_buffer_set_usage(buf, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-            uint8_t * at = (uint8_t *) pad((size_t) ggml_backend_buffer_get_base(buf));
+            hobbit_pinned & memory = allocate(h, b, total, device);
+            ggml_backend_buffer_set_usage(memory.buffer(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+            uint8_t * at = memory.data();
             for (int p = 0; p < sl.n_proj; ++p) {
                 ggml_tensor * x = h.host.back().tensor[c][p];
-                ggml_backend_tensor_alloc(buf, x, at);
+                ggml_backend_tensor_alloc(memory.buffer(), x, at);
                 hob::slab & s = layer.src[c][p];
                 s.host = at;
                 b.host += ggml_nbytes(x);
@@ -143,7 +126,7 @@ void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget
         }
     }
 
-    const int64_t t0 = hob::now_us();
+    const int64_t t1 = hob::now_us();
     std::atomic<size_t> next{ 0 };
     std::mutex mutex;
     std::string error;
@@ -169,8 +152,8 @@ void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget
         throw std::runtime_error(error);
     }
     warn_if_not_pinned(b, device);
-    const double s = (hob::now_us() - t0) / 1e6;
-    LLAMA_LOG_INFO("%s: %.1f MiB of expert copies read into %s in %.1f s\n", __func__, b.host / 1048576.0, ggml_backend_buft_name(buft), s);
+    LLAMA_LOG_INFO("%s: %.1f MiB of expert copies in %smemory: %.1f s to get it, %.1f s to read them\n", __func__, b.host / 1048576.0,
+                   b.host_pinned ? "pinned " : "", (t1 - t0) / 1e6, (hob::now_us() - t1) / 1e6);
 }
 
 void hobbit_measure_speeds(hobbit & h, const hob::model_layout & layout, hob::budget & b) {

@@ -6,6 +6,7 @@
 
 #include "engine.h"
 #include "simulate.h"
+#include "hobbit-pinned.h"
 #include "hobbit-sidecar.h"
 
 #include "ggml-backend-impl.h"
@@ -48,6 +49,7 @@ struct hobbit {
     };
     std::vector<host_copies> host; // [layer]
     ggml_context_ptr host_ctx;
+    std::vector<std::unique_ptr<hobbit_pinned>> host_memory; // of these, or of some of them
     std::vector<ggml_backend_buffer_ptr> bank_bufs;
     std::map<ggml_backend_dev_t, std::unique_ptr<hob::device_link>> links;
     std::unique_ptr<hob::engine> engine; // freed first: its threads write into the banks

@@ -189,6 +189,62 @@ TEST(link_forgets_divided_experts) {
     CHECK_EQ(g.high_resident, 0);
 }
 
+// A search before a layer's turn finds what the search in its turn would.
+TEST(ranking_ahead_changes_nothing) {
+    const int n_layers = 4, n_expert = 16, n_used = 3;
+    for (int policy : { HOBBIT_POLICY_LRU, HOBBIT_POLICY_LFU, HOBBIT_POLICY_HOBBIT, HOBBIT_POLICY_LCU, HOBBIT_POLICY_FOLLOW }) {
+        std::vector<std::vector<int32_t>> seen[2];
+        for (bool ahead : { false, true }) {
+            random_router r(check::seed);
+            fake_model m({ linked(n_expert, n_used) }, std::vector<int>(n_layers, 0));
+            m.place_slots(20, 2);
+            hobbit_params p = test_params(0.5f, 0.9f, policy);
+            p.link_speed = p.cpu_speed = 1.0;
+            engine e(m.layout, p, divided_by(m, p, HOBBIT_MISS_AUTO), std::make_unique<fake_storage>(m));
+            hobbit_hooks hooks = {};
+            hooks.user  = &seen[ahead];
+            hooks.event = [](void * user, int32_t kind, int32_t layer, int32_t expert, int32_t precision, int32_t slot) {
+                ((std::vector<std::vector<int32_t>> *) user)->push_back({ kind, layer, expert, precision, slot });
+            };
+            e.set_hooks(hooks, nullptr);
+            std::vector<int32_t> seq(2, 0), pos(2);
+            for (int32_t step = 0; step < 200; ++step) {
+                const int n_tokens = 1 + step % 5 / 4; // now and then two
+                const int n = n_tokens * n_used;
+                std::vector<int32_t> ids(n), out(9 * n);
+                std::vector<float> w(n);
+                pos = { 2 * step, 2 * step + 1 };
+                e.begin_graph();
+                for (int layer = 0; layer < n_layers; ++layer) {
+                    for (int t = 0; t < n_tokens; ++t) {
+                        r.token(layer, n_expert, n_used, &ids[t * n_used], &w[t * n_used]);
+                    }
+                    const auto at = [&](int i) { return &out[i * n]; };
+                    e.route({ layer, n_tokens, n_used, e.waves(layer, n_tokens, n_used), ids.data(), w.data(), &e, seq.data(), pos.data(), layer == 0 }, 0,
+                            { at(0), at(1), at(2), { at(3), at(4) }, at(5), at(6) });
+                    e.arrive(0, nullptr);
+                    e.cpu_begins();
+                    if (ahead) {
+                        e.rank_ahead();
+                    }
+                    e.cpu_done();
+                    if (step % 17 == 5 && layer == 1) {
+                        e.prefetch(2, step % n_expert, COPY_HIGH);
+                        m.link.wait(m.link.mark());
+                    }
+                    if (step == 100 && layer == 2) {
+                        e.set_policy(HOBBIT_POLICY_LFU, nullptr);
+                    }
+                }
+                CHECK_EQ(e.end_graph(), std::string());
+                CHECK(e.consistent());
+            }
+            CHECK(e.stats().evictions > 100);
+        }
+        CHECK(seen[false] == seen[true]);
+    }
+}
+
 TEST(admission_brings_in_what_is_used_often) {
     for (int admit : { HOBBIT_ADMIT_NEVER, HOBBIT_ADMIT_FREE, HOBBIT_ADMIT_OFTEN }) {
         fake_model m({ linked(8, 1, 1, 1) }, { 0 });
