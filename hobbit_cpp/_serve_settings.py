@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Literal, Optional, Union
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from .memory import parse_bytes
-from .settings import MISS, POLICIES
+from .settings import MISS, POLICIES, PREFETCH_COPY
 
 PREFIX = "HOBBIT_SERVE_"
 
@@ -48,6 +48,11 @@ class ServeSettings(BaseModel):
     no_direct_io: bool = False
     host_copies: Optional[Size] = None
     miss: Optional[Literal[MISS]] = None
+    prefetch: Optional[Union[int, Literal["auto"]]] = None
+    prefetch_copy: Optional[Literal[PREFETCH_COPY]] = None
+    prefetch_ranks: Optional[int] = None
+    no_prompt_prefetch: bool = False
+    lean: Optional[float] = None
     no_profile: bool = False
 
     host: str = "127.0.0.1"

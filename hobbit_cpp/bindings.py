@@ -15,8 +15,8 @@ from llama_cpp._ctypes_extensions import ctypes_function_for_shared_library  # n
 
 ctypes_function = ctypes_function_for_shared_library(_lib)
 
-# #define HOBBIT_API_VERSION 4
-HOBBIT_API_VERSION = 4
+# #define HOBBIT_API_VERSION 5
+HOBBIT_API_VERSION = 5
 
 # enum hobbit_precision
 HOBBIT_SKIP = 0
@@ -50,6 +50,14 @@ HOBBIT_HOST_SOME = 3
 HOBBIT_PRELOAD_OFF = 0
 HOBBIT_PRELOAD_ON = 1
 HOBBIT_PRELOAD_AUTO = 2
+
+# enum { HOBBIT_PREFETCH_AUTO = -1 }
+HOBBIT_PREFETCH_AUTO = -1
+
+# enum hobbit_prefetch_copy
+HOBBIT_PREFETCH_RULE = 0
+HOBBIT_PREFETCH_LOW = 1
+HOBBIT_PREFETCH_HIGH = 2
 
 # enum hobbit_budget
 HOBBIT_BUDGET_BYTES = 0
@@ -94,7 +102,11 @@ class hobbit_params(ctypes.Structure):
         ("cpu_speed", c_double),
         ("host_bytes", c_uint64),
         ("skip_mass", c_float),
-        ("reserved", c_int32),
+        ("lean", c_float),
+        ("prefetch", c_int32),
+        ("prefetch_copy", c_int32),
+        ("prefetch_ranks", c_int32),
+        ("prefetch_prompts", c_int32),
     ]
 
 
@@ -178,6 +190,18 @@ class hobbit_stats(ctypes.Structure):
         ("bytes_cpu", c_uint64),
         ("bytes_storage", c_uint64),
         ("host_hits", c_uint64),
+        ("predicted_1", c_uint64),
+        ("predicted_2", c_uint64),
+        ("predicted_3", c_uint64),
+        ("correct_1", c_uint64),
+        ("correct_2", c_uint64),
+        ("correct_3", c_uint64),
+        ("predicted_loads", c_uint64),
+        ("useful", c_uint64),
+        ("late", c_uint64),
+        ("bytes_predicted", c_uint64),
+        ("bytes_wasted", c_uint64),
+        ("leaned", c_uint64),
         ("cpu_us", c_int64),
         ("wait_us", c_int64),
         ("plan_us", c_int64),

@@ -10,7 +10,7 @@ import warnings
 from ._cli_evaluate import add_evaluate_arguments
 from ._version import __version__
 from .errors import HobbitError
-from .settings import MISS, POLICIES
+from .settings import MISS, POLICIES, PREFETCH_COPY
 
 DESCRIPTION = "Run mixture-of-experts models that do not fit into memory."
 EPILOG = "A model is converted once (hobbit convert SRC.gguf -o OUT.gguf) and then run (hobbit run OUT.gguf)."
@@ -29,6 +29,18 @@ def add_offload_arguments(p: argparse.ArgumentParser) -> None:
     g.add_argument("--no-direct-io", action="store_true", help="read through the page cache")
     g.add_argument("--host-copies", metavar="SIZE", help="copies of experts in RAM: all, none, 16GiB of them, or auto (default: on a GPU as many as fit)")
     g.add_argument("--miss", choices=MISS, help="with all copies in RAM, misses are fetched, computed by the CPU, or divided (default: auto, divided)")
+    g.add_argument("--prefetch", type=_layers, metavar="N", help="while decoding, predict the experts of so many layers ahead and load them: 0 to 3, or auto (default: 0)")
+    g.add_argument("--prefetch-copy", choices=PREFETCH_COPY, help="which copies of those (default: rule, as on a miss)")
+    g.add_argument("--prefetch-ranks", type=int, metavar="N", help="of a token's predicted experts the N heaviest, 0: all (default: 1)")
+    g.add_argument("--no-prompt-prefetch", action="store_true", help="do not load a prompt's next layers ahead")
+    g.add_argument("--lean", type=float, metavar="X", help="while decoding, the choice of experts leans to those in memory by this share of the "
+                   "router's spread, such as 0.05; changes the output (default: 0, off)")
+
+
+def _layers(text: str):
+    if text != "auto" and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"give a number of layers from 0 to 3, or auto, not {text!r}")
+    return text if text == "auto" else int(text)
 
 
 def add_model_arguments(p: argparse.ArgumentParser, ctx: str = "context in tokens (default: the model's, at most 4096)") -> None:
@@ -49,6 +61,8 @@ def llama_arguments(args) -> dict:
     given = {"t1": args.t1, "t2": args.t2, "skip_mass": args.skip_mass, "cache_bytes": args.cache, "policy": args.policy, "low_fraction": args.low_fraction,
              "n_io_threads": args.io_threads, "direct_io": False if args.no_direct_io else None,
              "host_copies": {"all": True, "none": False}.get(args.host_copies, args.host_copies), "miss": args.miss,
+             "prefetch": args.prefetch, "prefetch_copy": args.prefetch_copy, "prefetch_ranks": args.prefetch_ranks,
+             "prefetch_prompts": False if args.no_prompt_prefetch else None, "lean": args.lean,
              "profile": False if args.no_profile else None, "n_gpu_layers": args.gpu_layers, "n_threads": args.threads, "n_threads_batch": args.threads}
     return {k: v for k, v in given.items() if v is not None}
 

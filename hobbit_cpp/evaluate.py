@@ -204,14 +204,15 @@ def _check_modes(modes, offloaded: bool, model: str, arguments: dict) -> tuple[s
     if not offloaded:
         return ("ordinary",)
     t1 = arguments.get("t1")
-    if isinstance(t1, (int, float)) and t1 >= 1:
+    if isinstance(t1, (int, float)) and t1 >= 1 and not arguments.get("lean"):
         return ("high",)
     return tuple(dict.fromkeys(modes or ("served",)))
 
 
 def _of_reference(arguments: dict, dual: bool) -> dict:
     if dual:
-        return {**{k: v for k, v in arguments.items() if k != "t2"}, "t1": 1.0}
+        changes = ("t2", "lean", "prefetch", "prefetch_copy", "prefetch_ranks")  # the numbers, or nothing in batches
+        return {**{k: v for k, v in arguments.items() if k not in changes}, "t1": 1.0}
     return {k: v for k, v in arguments.items() if k not in DEFAULTS}
 
 

@@ -25,7 +25,7 @@ from ._hooks import Hooks
 from ._parts import CLOSED, Closed, Context, Generation, watch_forks
 from ._turns import Turns
 from .errors import Cancelled, HobbitError
-from .settings import MISS, POLICIES, Settings, check_bool, check_int, check_policy, check_thresholds
+from .settings import MISS, POLICIES, PREFETCH_COPY, Settings, check_bool, check_int, check_policy, check_thresholds
 
 __all__ = ["Cancelled", "HobbitError", "Llama"]
 
@@ -68,6 +68,16 @@ class Llama(llama_cpp.Llama):
             served at high precision. True, False, or "auto" (default): where the slots are on a GPU.
         cpu_batch: Tokens of the largest batch whose misses the CPU computes, 1 to 512, default 16; larger ones are fetched.
         miss_speeds: (link, CPU) in bytes/s, to divide misses by instead of measured speeds.
+        prefetch: Layers ahead whose experts are predicted while a few tokens are decoded (batches of up to 4), and loaded when the storage is
+            idle: 0 to 3, default 0, or "auto": as many as were right often enough lately. The next layers' routers, applied to
+            the running layer's input, are right about 6 to 8 times in 10 (docs/prefetch.md).
+        prefetch_copy: Which copies of predicted experts are loaded: "rule" (default), as on a miss, low ones first; "low", only those that
+            are wanted low; "high", at high precision all that are not to be skipped.
+        prefetch_ranks: Of what is predicted for a token and layer, load at most so many experts, the heaviest; default 1, 0: all.
+        prefetch_prompts: Load the next layers' experts ahead while a prompt is processed. Default True.
+        lean: Routing leans to residents: in batches of up to 4 tokens, experts whose high copy is in a slot get so much of the spread of the
+            router's logits as a bonus when experts are chosen, 0 to 1; default 0: off. A token's best expert and the gate weights stay
+            as they are. Changes the output with t1=1, too (docs/prefetch.md has what it costs and saves).
         profile: False: leave aside the settings that `hobbit calibrate` wrote beside the model (NAME.profile.json). By
             default they take the place of the defaults of t1, t2, policy, policy_weights, low_fraction and cache_bytes;
             what is given here comes first. The attribute `profile` says which file was used, None if none.
@@ -87,7 +97,8 @@ class Llama(llama_cpp.Llama):
 
     def __init__(self, model_path, *, t1=None, t2=None, skip_mass=None, cache_bytes=None, policy=None, policy_weights=None, low_fraction=None,
                  n_io_threads=None, direct_io=None, force_miss=None, host_copies=None, miss=None, admit=None,
-                 preload=None, cpu_batch=None, miss_speeds=None, profile=None, **kwargs):
+                 preload=None, cpu_batch=None, miss_speeds=None, prefetch=None, prefetch_copy=None, prefetch_ranks=None,
+                 prefetch_prompts=None, lean=None, profile=None, **kwargs):
         self._stack = contextlib.ExitStack()  # close() works on an object that got no further
         self._turns = Turns()
         self._current = None  # the generation whose tokens are in the context
@@ -100,7 +111,9 @@ class Llama(llama_cpp.Llama):
         _load.check_keywords(kwargs)
         self._settings = Settings(t1=t1, t2=t2, skip_mass=skip_mass, cache_bytes=cache_bytes, policy=policy, policy_weights=policy_weights,
                                   low_fraction=low_fraction, n_io_threads=n_io_threads, direct_io=direct_io, force_miss=force_miss,
-                                  host_copies=host_copies, miss=miss, admit=admit, preload=preload, cpu_batch=cpu_batch, miss_speeds=miss_speeds)
+                                  host_copies=host_copies, miss=miss, admit=admit, preload=preload, cpu_batch=cpu_batch, miss_speeds=miss_speeds,
+                                  prefetch=prefetch, prefetch_copy=prefetch_copy, prefetch_ranks=prefetch_ranks,
+                                  prefetch_prompts=prefetch_prompts, lean=lean)
         self.profile, self._use_profile = None, profile is None or check_bool("profile", profile)
         path = _load.check_path(model_path)
         if kwargs.get("lora_path") is not None:
@@ -447,7 +460,7 @@ class Llama(llama_cpp.Llama):
         mode      "mixed", "high" (t1 >= 1) or "none" (ordinary GGUF; then only mode and model are there)
         model, sidecar   paths
         settings  t1, t2, skip_mass, policy, policy_weights, low_fraction, n_io_threads, direct_io (in force), force_miss, cache_bytes (as given),
-                  profile (path, None if none was used), miss, host_copies and host_pinned (in force)
+                  prefetch, prefetch_copy, prefetch_ranks, prefetch_prompts, lean, profile (path, None if none was used), miss, host_copies and host_pinned (in force)
         budget    budget_bytes, floor_bytes, slot_bytes, staging_bytes, record_bytes, high_bytes, low_bytes (all experts)
         groups    per set of alike layers: slots, resident copies, types, bytes of an expert, backend
         totals    counters (stats.py)
@@ -482,6 +495,8 @@ class Llama(llama_cpp.Llama):
                 "policy_weights": [_plain(w) for w in p.policy_weights] if POLICIES[p.policy] == "hobbit" else None,
                 "low_fraction": _plain(p.low_fraction), "n_io_threads": p.n_io_threads, "direct_io": bool(info.direct_io),
                 "force_miss": bool(p.force_miss), "cache_bytes": self._settings.cache_bytes,
+                "prefetch": "auto" if p.prefetch < 0 else p.prefetch, "prefetch_copy": PREFETCH_COPY[p.prefetch_copy],
+                "prefetch_ranks": p.prefetch_ranks, "prefetch_prompts": bool(p.prefetch_prompts), "lean": _plain(p.lean),
                 "profile": self.profile, "miss": MISS[info.miss], "host_copies": info.host_bytes > 0, "host_pinned": bool(info.host_pinned),
             },
             "budget": {k: v for k, v in _dict(info).items() if k.endswith("_bytes")},

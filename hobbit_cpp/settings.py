@@ -31,10 +31,17 @@ DEFAULTS = {
     "preload": "auto",
     "cpu_batch": 16,
     "host_copies": "auto",
+    "prefetch": 0,
+    "prefetch_copy": "rule",
+    "prefetch_ranks": 1,
+    "prefetch_prompts": True,
+    "lean": 0.0,
 }
 
 MISS = ("fetch", "cpu", "auto")  # the index is enum hobbit_miss
 ADMIT = ("never", "free", "often")  # the index is enum hobbit_admit
+PREFETCH_COPY = ("rule", "low", "high")  # the index is enum hobbit_prefetch_copy
+MAX_PREFETCH = 3  # layers
 
 
 def _is_bool(x) -> bool:
@@ -88,6 +95,21 @@ def check_host_copies(x):
     if not 0 < n < 2**63:
         raise ValueError(f"host_copies must be a size of at least 1 byte, not {x!r}")
     return x, n
+
+
+def check_prefetch(layers, copy, t1: float) -> tuple[int, int]:
+    """(layers ahead, -1 for "auto"; enum hobbit_prefetch_copy)."""
+    if layers == "auto":
+        layers = -1
+    elif isinstance(layers, str) or _is_bool(layers) or not isinstance(layers, numbers.Integral):
+        raise TypeError(f"prefetch must be a number of layers from 0 (off) to {MAX_PREFETCH}, or 'auto', not {layers!r}")
+    elif not 0 <= layers <= MAX_PREFETCH:
+        raise ValueError(f"prefetch must be from 0 (off) to {MAX_PREFETCH} layers, or 'auto', not {layers}")
+    if copy not in PREFETCH_COPY:
+        raise ValueError(f"prefetch_copy must be one of {', '.join(PREFETCH_COPY)}, not {copy!r}")
+    if layers and copy == "low" and t1 >= 1:
+        raise ValueError("prefetch_copy='low' loads what is wanted at low precision, and with t1 1 or more nothing is: give 'high', or a smaller t1")
+    return int(layers), PREFETCH_COPY.index(copy)
 
 
 def check_thresholds(t1, t2) -> tuple[float, float]:
@@ -195,6 +217,13 @@ class Settings:
         self.miss_speeds = check_speeds(use["miss_speeds"])
         self.host_copies, self.host_bytes = check_host_copies(use["host_copies"])
         self.preload = check_switch("preload", use["preload"])
+        self.prefetch, self.prefetch_copy = check_prefetch(use["prefetch"], use["prefetch_copy"], self.t1)
+        self.prefetch_ranks = check_int("prefetch_ranks", use["prefetch_ranks"], 0, 2**31 - 1)
+        for name in ("prefetch_copy", "prefetch_ranks"):
+            if name in self.given and not self.prefetch:
+                raise ValueError(f"{name} is about what prefetch predicts: give prefetch, too, or leave it out")
+        self.prefetch_prompts = check_bool("prefetch_prompts", use["prefetch_prompts"])
+        self.lean = check_number("lean", use["lean"], 0.0, 1.0)
         if self.miss == "cpu" and (self.host_copies is False or self.host_bytes):
             raise ValueError("miss='cpu' computes from copies in host memory and needs them all: leave host_copies out, or give True")
 
@@ -220,3 +249,6 @@ class Settings:
         params.host_copies = 3 if self.host_bytes else 2 if self.host_copies == "auto" else int(self.host_copies)
         params.host_bytes = self.host_bytes
         params.preload = 2 if self.preload == "auto" else int(self.preload)
+        params.prefetch, params.prefetch_copy, params.prefetch_ranks = self.prefetch, self.prefetch_copy, self.prefetch_ranks
+        params.prefetch_prompts = self.prefetch_prompts
+        params.lean = self.lean

@@ -55,6 +55,8 @@ def settings_lines(s: dict) -> list[str]:
         *([f"{format_bytes(b['host_bytes'])} of copies in {'pinned ' if p['host_pinned'] else ''}host memory; misses: {'divided between link and CPU' if p['miss'] == 'auto' else p['miss']}"]
           if p["host_copies"] else []),
         *([f"profile {p['profile']}"] if p["profile"] else []),
+        *([f"prefetch {p['prefetch']}, copies: {p['prefetch_copy']}, ranks: {p['prefetch_ranks'] or 'all'}"] if p["prefetch"] else []),
+        *([f"routing leans to residents by {p['lean']:g}"] if p["lean"] else []),
         f"T1 {p['t1']:g}, T2 {p['t2']:g}, policy {p['policy']}, {p['n_io_threads']} {'direct' if p['direct_io'] else 'buffered'} reads at a time",
     ]
 
@@ -83,4 +85,10 @@ def table(s: dict) -> str:
         lines.append(f"{t['host_hits']} loads came from copies in host memory, {format_bytes(t['bytes_storage'])} from the file")
     if t["prefetches"]:
         lines.append(f"prefetched {t['prefetches']} experts, {t['prefetch_hits']} of them used")
+    ahead = [f"{100 * t[f'correct_{d}'] / t[f'predicted_{d}']:.1f} % {d} layer{'s' if d > 1 else ''} ahead" for d in (1, 2, 3) if t[f"predicted_{d}"]]
+    if ahead:
+        lines.append(f"predicted experts that were chosen: {', '.join(ahead)}; loaded {t['predicted_loads']}, {t['useful']} useful ({t['late']} of them late), "
+                     f"{format_bytes(t['bytes_wasted'])} of {format_bytes(t['bytes_predicted'])} wasted")
+    if s["settings"]["lean"]:
+        lines.append(f"routing leaned to residents in {t['leaned']} of {t['requests']} requests")
     return "\n".join(lines)

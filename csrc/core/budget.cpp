@@ -1,5 +1,6 @@
 #include "budget.h"
 
+#include "ahead.h"
 #include "storage.h"
 
 #include <algorithm>
@@ -44,7 +45,10 @@ std::string divide(model_layout & layout, const hobbit_params & params, budget &
 
         g.n_slots[COPY_HIGH] = g.n_used;
         g.n_slots[COPY_LOW]  = low_floor(g);
-        const uint64_t more_low  = std::min<uint64_t>((uint64_t) (share * params.low_fraction) / bytes_low, all - g.n_slots[COPY_LOW]);
+        // low copies that are loaded ahead need slots, too
+        const int ahead = params.prefetch_copy == HOBBIT_PREFETCH_HIGH || params.t1 >= 1.0f ? 0 : params.prefetch < 0 ? MAX_AHEAD : params.prefetch;
+        const uint64_t for_ahead = std::min<uint64_t>((uint64_t) ahead * low_floor(g), (uint64_t) (share / 2.0) / bytes_low);
+        const uint64_t more_low  = std::min<uint64_t>(std::max((uint64_t) (share * params.low_fraction) / bytes_low, for_ahead), all - g.n_slots[COPY_LOW]);
         const uint64_t more_high = std::min<uint64_t>((uint64_t) (share - (double) (more_low * bytes_low)) / bytes_high, all - g.n_slots[COPY_HIGH]);
         g.n_slots[COPY_LOW]  += (int) more_low;
         g.n_slots[COPY_HIGH] += (int) more_high;

@@ -26,7 +26,7 @@ static constexpr size_t LINK_AHEAD_BYTES = 384u << 20;
 engine::engine(model_layout layout, const hobbit_params & params, const budget & b, std::unique_ptr<storage> files, std::unique_ptr<host_cache> host)
     : layout_(std::move(layout)), params_(params), budget_(b), files_(std::move(files)), records_(layout_, records::learns(params.policy)),
       policy_(make_policy(params.policy)), host_(std::move(host)), stats_(layout_.layers.size()), n_tokens_of_(layout_.layers.size(), INT_MAX),
-      speeds_(b.link_speed, b.cpu_speed), whole_(layout_.groups.size(), false), waited_(layout_.groups.size(), 0),
+      speeds_(b.link_speed, b.cpu_speed), leaning_(layout_.layers.size()), guesses_(layout_.layers.size()), whole_(layout_.groups.size(), false), waited_(layout_.groups.size(), 0),
       loader_(*files_, params.n_io_threads, layout_.piece_bytes()) {
     if (!policy_) {
         throw std::runtime_error("policy " + std::to_string(params.policy) + " is unknown");
@@ -129,6 +129,9 @@ std::string engine::end_graph() {
     {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
         finish_step();
+        for (size_t l = 0; l < guesses_.size(); ++l) {
+            settle((int) l, false);
+        }
         for (size_t gi = 0; gi < layout_.groups.size(); ++gi) {
             if (layout_.groups[gi].has_link()) { // nothing of a graph that failed may still be under way
                 device_link & link = *layout_.groups[gi].banks[COPY_HIGH][0].link;
@@ -194,7 +197,7 @@ void engine::route(const route_request & req, int wave, const route_result & out
             while (w < n_waves_ && issue(w, w == wave)) {
                 w++;
             }
-            if (w == n_waves_ && bulk_) {
+            if (w == n_waves_ && bulk_ && params_.prefetch_prompts) {
                 look_ahead();
             }
         }
@@ -205,6 +208,9 @@ void engine::route(const route_request & req, int wave, const route_result & out
     }
     if (wave == 0 && hooks.prefetch && error_.empty()) {
         hooks.prefetch(hooks.user, handle, layer_, n_tokens_, n_used_, experts_.data(), weights_.data());
+    }
+    if (wave == 0 && req.next && error_.empty()) {
+        predict(*req.next);
     }
     wait(wave, PART_EARLY);
     std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -304,6 +310,23 @@ void engine::cpu_done() {
     stats_[layer_].wait_us += arrived - done;
 }
 
+// Only a high copy serves every request.
+void engine::lean(int layer, const float * logits, float * bonus) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    const int n = layout_.layers[layer].n_expert;
+    const float b = (float) (params_.lean * leaning_.spread(layer, logits, n));
+    pool & pl = pool_of(layer, COPY_HIGH);
+    for (int e = 0; e < n; ++e) {
+        const int s = pl.find(layer, e);
+        bonus[e] = s >= 0 && !pl.at(s).load.failed ? b : 0.0f;
+    }
+}
+
+void engine::leaned(int layer, int changed) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    stats_[layer].leaned += changed;
+}
+
 // Times that the running sequences used an expert.
 uint32_t engine::uses(int layer, int expert) const {
     uint32_t n = 0;
@@ -376,6 +399,9 @@ int engine::find_victim(pool & p, int layer, int copy, bool must) {
         s = p.victim(*policy_, ctx, false);
     }
     if (s < 0 && must) {
+        s = take_held(p);
+    }
+    if (s < 0 && must) {
         // everything that is not pinned is being loaded ahead: wait for one of those
         for (int i = 0; i < p.n_slots() && s < 0; ++i) {
             if (!p.at(i).free() && p.at(i).pins == 0) {
@@ -403,6 +429,14 @@ slot & engine::occupy(pool & p, int s, int layer, int expert, int copy) {
     x.last_clock = clock_;
     x.last_pass  = pass_;
     return x;
+}
+
+// A load ahead that came to nothing.
+void engine::release_failed(pool & pl, int s) {
+    const slot & x = pl.at(s);
+    stats_[x.layer].evictions++;
+    event(HOBBIT_EVENT_EVICT, x.layer, x.expert, pl.copy(), s);
+    pl.release(s);
 }
 
 // Queue the loads of a wave. Without must, stops at the first copy that finds no slot; the rest is queued

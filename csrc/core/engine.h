@@ -13,8 +13,10 @@
 
 #pragma once
 
+#include "ahead.h"
 #include "budget.h"
 #include "host_cache.h"
+#include "lean.h"
 #include "pool.h"
 #include "select.h"
 #include "share.h"
@@ -40,6 +42,7 @@ struct route_request {
     bool            first;   // first layer of this ubatch
     bool            normalised = false; // weights: those of a trace
     void *          compute = nullptr; // the device's compute queue, for the link; null where slots are host memory
+    next_routers *  next = nullptr;    // where the next layers' experts are predicted (predicts())
 };
 
 // What one (token, rank) gets, [n_tokens][n_used] each, or what each expert gets, [n_expert]. Slot ids are -1 where it
@@ -74,6 +77,16 @@ class engine {
     // Can a batch of this size be served by low copies? Where a link brings loads, a prompt that uses every expert
     // several times is not: hardly an expert stays that nobody leans on, and products with the low ones would cost more.
     bool uses_low(int layer, int n_tokens, int n_used) const;
+
+    // Are the next layers' experts predicted for a batch of this size?
+    bool predicts(int n_tokens) const;
+
+    // Do residents get a bonus when the router of a batch of this size chooses?
+    bool leans(int n_tokens) const { return params_.lean > 0.0f && n_tokens <= PREDICT_TOKENS && !params_.force_miss; }
+
+    // The bonus of each expert, [n_expert], on one token's router logits [n_expert]. changed(): experts that were chosen because of it.
+    void lean(int layer, const float * logits, float * bonus);
+    void leaned(int layer, int changed);
 
     // Read all experts of the groups whose slots hold them all. Such a group needs no routing (resident()) unless
     // somebody listens to it. Throws std::runtime_error.
@@ -128,6 +141,16 @@ class engine {
         bool    load = false; // a miss that is loaded, whole or in part
     };
 
+    // An expert that a layer is predicted to use. Of one that is not there: the copy that would be loaded.
+    struct guess {
+        int      ahead;
+        int      expert;
+        int      copy;           // -1: the rule would skip it
+        int      slot  = -1;
+        uint64_t bytes = 0;      // of the copy that was missing, or what was read of it; 0: it was there, or no candidate
+        bool     loaded = false; // into the slot, because of this prediction
+    };
+
     // Ubatches of at least this many tokens are prompt processing: they want nearly every expert once.
     static constexpr int BULK_TOKENS = 32;
 
@@ -148,6 +171,16 @@ class engine {
     bool window_is_full(const pool & p) const;
     bool has_share(const pool & p, int layer) const;
     bool load_ahead(int layer, int expert, int copy, bool same_layer, std::vector<load_request> & loads);
+    void predict(next_routers & routers);
+    void follow_up(int next, int ahead);
+    bool has_room(const pool & pl, int layer) const;
+    void hold(int layer, const guess & x);
+    void load_guess(int layer, guess & x, std::vector<load_request> & by_link);
+    slot * slot_of(int layer, const guess & x);
+    void release_failed(pool & pl, int s);
+    void give_up(int layer, guess & x);
+    void settle(int layer, bool served);
+    int  take_held(pool & p);
     void submit_ahead(const std::vector<load_request> & loads);
     void look_ahead();
     bool wait(int wave, load_part part);
@@ -179,6 +212,11 @@ class engine {
     bool queued_ahead_ = false; // on a link, since the step's plan
     bool behind_ahead_ = false; // the same before it: the step's loads came after them
     speeds speeds_;
+    leaning    leaning_;
+    usefulness usefulness_;
+    std::vector<std::vector<guess>> guesses_; // [layer]: of layers to come
+    std::vector<int32_t> next_experts_;       // scratch of predict()
+    std::vector<float>   next_weights_;
     std::vector<bool>     whole_;  // [group]: all experts are in slots at high precision, for good
     std::vector<uint64_t> waited_; // [group]: ticket of the link that compute has been told to wait for
 

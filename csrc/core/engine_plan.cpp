@@ -27,6 +27,7 @@ void engine::plan(const route_request & req) {
     at_once_  = at_once(layer_, n_tokens_, n_used_);
     clock_++;
     select(req);
+    settle(layer_, true);
     look_up();
     for (pool & p : pools_) {
         p.begin(layer_);
@@ -152,7 +153,7 @@ void engine::look_up() {
             slot & x = pl.at(s);
             if (x.load.failed) {
                 loader_.wait_done(x.load);
-                pl.release(s); // a prefetch that came to nothing
+                release_failed(pl, s);
                 continue;
             }
             if (!x.load.done()) {

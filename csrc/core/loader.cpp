@@ -134,10 +134,36 @@ void loader::submit(load_priority priority, const std::vector<load_request> & lo
 
 void loader::promote(load_state & state) {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto & from = queue_[PRIORITY_PREFETCH];
     const auto mine = [&](const load_piece & p) { return p.state == &state; };
-    std::copy_if(from.begin(), from.end(), std::back_inserter(queue_[PRIORITY_DEMAND]), mine);
+    for (load_priority q : { PRIORITY_PREFETCH, PRIORITY_GUESS }) {
+        auto & from = queue_[q];
+        std::copy_if(from.begin(), from.end(), std::back_inserter(queue_[PRIORITY_DEMAND]), mine);
+        from.erase(std::remove_if(from.begin(), from.end(), mine), from.end());
+    }
+    work_.notify_all(); // threads may have left guesses alone
+}
+
+loader::dropped loader::drop(load_state & state) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    dropped sum;
+    auto & from = queue_[PRIORITY_GUESS];
+    const auto mine = [&](const load_piece & p) { return p.state == &state; };
+    for (const load_piece & p : from) {
+        if (!mine(p)) {
+            continue;
+        }
+        sum.bytes += p.n * p.rows;
+        sum.file  += p.host ? 0 : p.n * p.rows;
+        state.failed.store(true, std::memory_order_release);
+        if (p.busy) {
+            p.busy->failed.store(true, std::memory_order_release);
+            p.busy->pending[p.part].fetch_sub(1, std::memory_order_acq_rel);
+        }
+        state.pending[p.part].fetch_sub(1, std::memory_order_acq_rel);
+    }
     from.erase(std::remove_if(from.begin(), from.end(), mine), from.end());
+    done_.notify_all();
+    return sum;
 }
 
 bool loader::wait(load_state & state, load_part part) {
@@ -175,16 +201,20 @@ void loader::run() {
 
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-        auto * q = !queue_[PRIORITY_DEMAND].empty() ? &queue_[PRIORITY_DEMAND] : &queue_[PRIORITY_PREFETCH];
         if (stop_) {
             return;
         }
-        if (q->empty()) {
+        int q = 0;
+        while (q < N_PRIORITIES && (queue_[q].empty() || (q == PRIORITY_GUESS && guesses_in_flight_ >= std::max<int>(1, (int) threads_.size() / 2)))) {
+            q++;
+        }
+        if (q == N_PRIORITIES) {
             work_.wait(lock);
             continue;
         }
-        const load_piece piece = q->front();
-        q->pop_front();
+        const load_piece piece = queue_[q].front();
+        queue_[q].pop_front();
+        guesses_in_flight_ += q == PRIORITY_GUESS;
         if (in_flight_++ == 0) {
             busy_since_ = now_us();
         }
@@ -223,6 +253,7 @@ void loader::run() {
         }
 
         lock.lock();
+        guesses_in_flight_ -= q == PRIORITY_GUESS;
         if (!err.empty()) {
             piece.state->failed.store(true, std::memory_order_release);
             if (piece.busy) {

@@ -2,7 +2,8 @@
 //
 // A load brings one copy of one expert into one slot. It is cut into pieces (layout.h: IO_CHUNK) that
 // the threads take in order: on-demand pieces before prefetch pieces; of the loads queued together, the
-// parts needed first before the rest. So several loads and several parts of one are in flight at once.
+// parts needed first before the rest. So several loads and several parts of one are in flight at once. At most half of the
+// threads carry out guesses: an on-demand load finds a thread at once, and shares the storage with at most so many of their pieces.
 
 #pragma once
 
@@ -22,7 +23,7 @@ namespace hob {
 // Parts of a load: what the layer needs first (gate, up), and what it needs last (down).
 enum load_part { PART_EARLY = 0, PART_LATE = 1, N_PARTS = 2 };
 
-enum load_priority { PRIORITY_DEMAND = 0, PRIORITY_PREFETCH = 1, N_PRIORITIES = 2 };
+enum load_priority { PRIORITY_DEMAND = 0, PRIORITY_PREFETCH = 1, PRIORITY_GUESS = 2, N_PRIORITIES = 3 };
 
 // Progress of one load. The slot owns it; the loader only counts down.
 struct load_state {
@@ -79,6 +80,10 @@ class loader {
     // Move what is left of a queued prefetch to the on-demand queue.
     void promote(load_state & state);
 
+    // Give up what is left of a queued guess: the load has failed then. Bytes that are not read because of that; file: of them, from files.
+    struct dropped { uint64_t bytes = 0; uint64_t file = 0; };
+    dropped drop(load_state & state);
+
     // Block until that part of the load has arrived. False if the load failed; error() says why.
     bool wait(load_state & state, load_part part);
 
@@ -103,6 +108,7 @@ class loader {
     std::deque<load_piece> queue_[N_PRIORITIES];
     bool stop_ = false;
     std::string error_;
+    int     guesses_in_flight_ = 0;
     int     in_flight_  = 0;
     int64_t busy_since_ = 0;
     int64_t busy_us_    = 0;

@@ -26,7 +26,7 @@ int pool::victim(const policy & pol, const policy_context & ctx, bool only_strea
 }
 
 bool pool::may_go(const slot & x, const policy_context & ctx, bool only_streamed) const {
-    if (x.free() || x.pins > 0 || !x.load.done()) {
+    if (x.free() || x.pins > 0 || x.held || !x.load.done()) {
         return false;
     }
     const bool to_come = x.prefetched && x.last_pass == ctx.pass && x.layer > ctx.layer;
@@ -125,9 +125,9 @@ void pool::assign(int s, int layer, int expert) {
         where_[index(x.layer, x.expert)] = -1;
     }
     kept_[in_group_[layer]]++;
-    x.layer      = layer;
-    x.expert     = expert;
-    x.prefetched = false;
+    x.layer  = layer;
+    x.expert = expert;
+    x.prefetched = x.guessed = x.held = false;
     where_[index(layer, expert)] = s;
 }
 
@@ -140,7 +140,7 @@ void pool::release(int s) {
     kept_[in_group_[x.layer]]--;
     where_[index(x.layer, x.expert)] = -1;
     x.layer = x.expert = -1;
-    x.prefetched = false;
+    x.prefetched = x.guessed = x.held = false;
     free_.push_back(s);
     n_resident_--;
 }

@@ -15,6 +15,8 @@ struct slot {
     int      expert     = -1;
     int      pins       = 0;     // plans that use it: must not be given up
     bool     prefetched = false; // loaded ahead and not requested yet
+    bool     guessed    = false; // loaded because of a prediction for a layer that has not been served yet
+    bool     held       = false; // predicted for such a layer: stays until it has
     bool     streamed   = false; // loaded by a large batch and not requested by a small one since
     uint64_t last_clock = 0;
     uint64_t last_pass  = 0;
@@ -28,6 +30,7 @@ class pool {
     pool(const model_layout & layout, int group, int copy);
 
     int group() const { return group_; }
+    int copy() const { return copy_; }
     int n_slots() const { return (int) slots_.size(); }
     int n_kept(int layer) const { return kept_[in_group_[layer]]; } // of its slots, those that are not streamed
     int n_resident() const { return n_resident_; }

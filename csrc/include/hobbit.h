@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define HOBBIT_API_VERSION 4
+#define HOBBIT_API_VERSION 5
 
 struct hobbit;      // the engine of one model: its pools, records, loader threads, statistics
 struct llama_model; // llama.h
@@ -76,6 +76,16 @@ enum hobbit_preload {
     HOBBIT_PRELOAD_AUTO = 2, // where the slots are on a GPU
 };
 
+// Prediction of the next layers' experts, for batches of a few tokens: their routers are applied to the running layer's input.
+enum { HOBBIT_PREFETCH_AUTO = -1 }; // as many layers ahead as pay, by what was right and wrong lately
+
+// Which copies of predicted experts are loaded. None is for one that the rule would skip.
+enum hobbit_prefetch_copy {
+    HOBBIT_PREFETCH_RULE = 0, // what the rule wants, as on a miss; low copies first
+    HOBBIT_PREFETCH_LOW  = 1, // low copies, of those that the rule wants low; none of the others
+    HOBBIT_PREFETCH_HIGH = 2, // high copies, of those that the rule wants low, too
+};
+
 // How the memory budget is given.
 enum hobbit_budget {
     HOBBIT_BUDGET_BYTES    = 0, // exactly cache_bytes; refused below the floor
@@ -107,7 +117,12 @@ struct hobbit_params {
     uint64_t host_bytes;        // HOBBIT_HOST_SOME: memory for copies, beside cache_bytes
     float    skip_mass;         // share of a token's gate weights in a layer that may be skipped, the lightest; what else
                                 // is beyond t2 and missing is loaded low; >= 1: no bound
-    int32_t  reserved;
+    float    lean;              // batches of up to 4 tokens: experts whose high copy is in a slot get so much of the spread of
+                                // the router's logits as a bonus, for selection only; 0: off
+    int32_t  prefetch;          // layers ahead whose experts are predicted and loaded, 0..3, or HOBBIT_PREFETCH_AUTO
+    int32_t  prefetch_copy;     // enum hobbit_prefetch_copy
+    int32_t  prefetch_ranks;    // of a predicted token, load at most so many experts, the heaviest; 0: all
+    int32_t  prefetch_prompts;  // 1: a prompt's next layers are loaded ahead
 };
 
 // What was set up. Sizes in bytes.
@@ -185,6 +200,18 @@ struct hobbit_stats {
     uint64_t bytes_cpu;    // of experts that the CPU computed
     uint64_t bytes_storage;// of bytes_read: read from files
     uint64_t host_hits;    // loads that the second level in host memory served
+    uint64_t predicted_1;  // experts that the router one layer ahead was predicted to choose
+    uint64_t predicted_2;  // two layers
+    uint64_t predicted_3;
+    uint64_t correct_1;    // of those, chosen
+    uint64_t correct_2;
+    uint64_t correct_3;
+    uint64_t predicted_loads; // of prefetches: queued because of a prediction
+    uint64_t useful;       // of those, the copy that served its layer's request
+    uint64_t late;         // of the useful ones, still on their way when they were asked for
+    uint64_t bytes_predicted; // of bytes_prefetch: because of a prediction
+    uint64_t bytes_wasted; // of those, not useful (yet: what stays in its slot can serve later)
+    uint64_t leaned;       // requests for an expert that the router alone would not have chosen
     int64_t  cpu_us;       // the CPU computing them
     int64_t  wait_us;      // computing thread waiting for loads
     int64_t  plan_us;      // computing thread planning

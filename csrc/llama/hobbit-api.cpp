@@ -101,6 +101,21 @@ std::string check(const hobbit_params & p) {
     if (!(p.skip_mass >= 0.0f)) {
         return "skip_mass is " + number(p.skip_mass) + ": it must be at least 0 (1 or more: no bound)";
     }
+    if (!(p.lean >= 0.0f && p.lean <= 1.0f)) {
+        return "lean is " + number(p.lean) + ": it must be 0 (off) to 1";
+    }
+    if (p.prefetch < HOBBIT_PREFETCH_AUTO || p.prefetch > hob::MAX_AHEAD) {
+        return "prefetch is " + std::to_string(p.prefetch) + ": it must be 0 (off) to 3 layers, or -1 (auto)";
+    }
+    if (p.prefetch_copy < HOBBIT_PREFETCH_RULE || p.prefetch_copy > HOBBIT_PREFETCH_HIGH) {
+        return "prefetch_copy is " + std::to_string(p.prefetch_copy) + ": known are 0 (rule), 1 (low), 2 (high)";
+    }
+    if (p.prefetch != 0 && p.prefetch_copy == HOBBIT_PREFETCH_LOW && p.t1 >= 1.0f) {
+        return "prefetch_copy is low, but with t1 " + number(p.t1) + " every expert is wanted at high precision: nothing would be prefetched";
+    }
+    if (p.prefetch_ranks < 0) {
+        return "prefetch_ranks is " + std::to_string(p.prefetch_ranks) + ": it must be at least 0 (all)";
+    }
     if (!(p.low_fraction >= 0.0f && p.low_fraction <= 1.0f)) {
         return "low_fraction is " + number(p.low_fraction) + ": it must be 0 to 1";
     }
@@ -144,6 +159,7 @@ void hobbit_default_params(struct hobbit_params * p) {
     p->preload        = HOBBIT_PRELOAD_AUTO;
     p->cpu_batch      = 16;
     p->skip_mass      = 1.0f;
+    p->prefetch_prompts = 1;
 }
 
 int hobbit_check_params(const struct hobbit_params * p) {

@@ -12,6 +12,7 @@
 
 // One call of build_moe_ffn and one wave, for the custom operations. Lives as long as the graph.
 struct hobbit_graph_node {
+    hobbit * h;
     hob::engine * engine;
     class hobbit_graph_input * input;
     void * compute;
@@ -22,7 +23,8 @@ struct hobbit_graph_node {
     int  n_tokens;
     bool at_once;
     bool by_expert;
-    int64_t n_in; // values of one token in pack
+    bool predicts;
+    int64_t n_in; // values of one token in the layer's input
 };
 
 // What the route operations of one graph need beside their tensors: the sequences of the ubatch. Filled in before
@@ -70,6 +72,8 @@ class hobbit_graph_input : public llm_graph_input_i {
     std::vector<place> resident;
     std::deque<hobbit_graph_node> nodes; // userdata of the operations: addresses must not move
     std::deque<hobbit_cpu_op>     cpu_ops;
+    std::deque<hobbit_lean_op>    lean_ops;
+    std::vector<hobbit_router>    routers; // [layer]
 
     // scratch of the running operation
     std::vector<int32_t> experts;
@@ -129,6 +133,11 @@ void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
         req.first   = in.fresh;
         in.fresh    = false;
     }
+    const ggml_tensor * x = node.at_once ? dst->src[0] : dst->src[2]; // a row of n_in values and more a token
+    hobbit_next_routers next(*node.h, in.routers, node.predicts ? (const float *) x->data : nullptr, node.predicts ? x->nb[node.at_once ? 1 : 2] : 0, node.n_in, n_tokens);
+    if (node.predicts && node.wave == 0) {
+        req.next = &next;
+    }
     if (node.by_expert) {
         const auto table = [&](int i) { return (int32_t *) dst->data + i * dst->ne[0]; };
         hob::route_result out = { table(PLANE_HIGH), table(PLANE_LOW), table(PLANE_KEPT) };
@@ -181,6 +190,17 @@ hobbit * offloaded_by(const ggml_tensor * exps) {
     return exps->buffer->buft->iface.get_name && strcmp(ggml_backend_buft_name(exps->buffer->buft), "hobbit_virtual") == 0 && h->engine ? h : nullptr;
 }
 
+// Of the graph that is being built.
+hobbit_graph_input & input_of(const llm_graph_context & g) {
+    for (const auto & i : g.res->inputs) {
+        if (auto * found = dynamic_cast<hobbit_graph_input *>(i.get())) {
+            return *found;
+        }
+    }
+    // the CPU back end is the context's own: it tells contexts with the same sequence numbers apart
+    return *(hobbit_graph_input *) g.res->add_input(std::make_unique<hobbit_graph_input>(g.backend_cpu, g.ubatch.n_tokens));
+}
+
 } // namespace
 
 hobbit_moe::hobbit_moe(const llm_graph_context & g, const ggml_tensor * exps, ggml_tensor * ids, ggml_tensor * weights)
@@ -196,15 +216,7 @@ hobbit_moe::hobbit_moe(const llm_graph_context & g, const ggml_tensor * exps, gg
     const hob::group_layout & group = e.layout().groups[gi];
     banks_    = &h_->banks[gi];
     resident_ = e.resident(layer_);
-    for (const auto & i : g.res->inputs) {
-        if (auto * found = dynamic_cast<hobbit_graph_input *>(i.get())) {
-            input_ = found;
-        }
-    }
-    if (!input_) {
-        // the CPU back end is the context's own: it tells contexts with the same sequence numbers apart
-        input_ = (hobbit_graph_input *) g.res->add_input(std::make_unique<hobbit_graph_input>(g.backend_cpu, g.ubatch.n_tokens));
-    }
+    input_ = &input_of(g);
     (resident_ ? input_->resident : input_->routed).push_back({ &e, layer_, n_used });
     if (resident_) {
         return;
@@ -227,6 +239,31 @@ hobbit_moe::hobbit_moe(const llm_graph_context & g, const ggml_tensor * exps, gg
     }
 }
 
+void hobbit_moe::set_router(const ggml_tensor * gate, const ggml_tensor * gate_b, const ggml_tensor * probs_b, llama_expert_gating_func_type gating) {
+    // Llama 4 weighs the input first; GroveMoE routes to groups
+    if (!h_ || resident_ || g_.arch == LLM_ARCH_LLAMA4 || g_.arch == LLM_ARCH_GROVEMOE) {
+        return;
+    }
+    input_->routers.resize(h_->engine->layout().layers.size());
+    input_->routers[layer_] = { gate, gate_b, probs_b, gating, false, (int) std::max(1u, g_.hparams.n_expert_groups), (int) g_.hparams.n_group_used };
+}
+
+ggml_tensor * hobbit_moe::lean(const llm_graph_context & g, const ggml_tensor * exps, ggml_tensor * selection, ggml_tensor * logits, ggml_tensor * probs,
+                               llama_expert_gating_func_type gating, int64_t n_used) {
+    hobbit * h = offloaded_by(exps);
+    if (!h || !h->engine->leans((int) selection->ne[1])) {
+        return selection;
+    }
+    const int layer = h->find(exps).layer;
+    if (h->engine->resident(layer) || selection->ne[0] != h->engine->layout().layers[layer].n_expert) {
+        return selection;
+    }
+    hobbit_lean_op & op = input_of(g).lean_ops.emplace_back();
+    op = { h->engine.get(), layer, (int) n_used, g.arch == LLM_ARCH_LLAMA4 || gating == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX_WEIGHT,
+           g.arch == LLM_ARCH_GROVEMOE ? LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID : gating };
+    return hobbit_lean(g.ctx0, op, selection, logits, probs);
+}
+
 ggml_tensor * hobbit_moe::begin_pass(int pass, ggml_tensor * x) {
     if (!h_ || resident_) {
         return x;
@@ -245,7 +282,8 @@ void hobbit_moe::begin_wave(ggml_tensor * x) {
     ggml_context * ctx = g_.ctx0;
     const int64_t n_used   = ids_->ne[0];
     const int64_t n_tokens = ids_->ne[1];
-    input_->nodes.push_back({ h_->engine.get(), input_, compute_, layer_, wave_, n_waves_, (int) n_used, (int) n_tokens, at_once_, by_expert_,
+    const bool predicts = wave_ == 0 && h_->engine->predicts((int) n_tokens) && x->ne[1] == 1 && !input_->routers.empty();
+    input_->nodes.push_back({ h_, h_->engine.get(), input_, compute_, layer_, wave_, n_waves_, (int) n_used, (int) n_tokens, at_once_, by_expert_, predicts,
                                x->ne[0] * x->ne[1] });
     node_ = &input_->nodes.back();
 
@@ -253,8 +291,11 @@ void hobbit_moe::begin_wave(ggml_tensor * x) {
         ggml_build_forward_expand(g_.gf, ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, &route0_, 1, compute_arrive, 1, node_));
         return;
     }
-    ggml_tensor * args[2] = { ids_, weights_ };
+    ggml_tensor * args[3] = { ids_, weights_, nullptr };
     int n_args = 2;
+    if (predicts && !at_once_) {
+        args[n_args++] = ggml_is_contiguous(x) ? x : ggml_cont(ctx, x); // [n_in, 1, n_tokens]
+    }
     if (at_once_) {
         pack_ = ggml_reshape_2d(ctx, ggml_is_contiguous(x) ? x : ggml_cont(ctx, x), node_->n_in, n_tokens);
         pack_ = ggml_concat(ctx, pack_, ggml_cast(ctx, ids_, GGML_TYPE_F32), 0);

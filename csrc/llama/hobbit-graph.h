@@ -30,7 +30,7 @@
 
 #pragma once
 
-#include "hobbit-model.h"
+#include "hobbit-router.h"
 
 struct llm_graph_context;
 
@@ -38,6 +38,14 @@ class hobbit_moe {
   public:
     // exps: any expert tensor of the layer; ids [n_used, n_tokens]; weights [1, n_used, n_tokens]
     hobbit_moe(const llm_graph_context & g, const ggml_tensor * exps, ggml_tensor * ids, ggml_tensor * weights);
+
+    // What the layer's router is, for the prediction of its choice by the layers before.
+    void set_router(const ggml_tensor * gate, const ggml_tensor * gate_b, const ggml_tensor * probs_b, llama_expert_gating_func_type gating);
+
+    // The selection scores [n_expert, n_tokens] of the layer that exps belong to, with the bonus of residents where that is asked for; else
+    // selection itself.
+    static ggml_tensor * lean(const llm_graph_context & g, const ggml_tensor * exps, ggml_tensor * selection, ggml_tensor * logits, ggml_tensor * probs,
+                              llama_expert_gating_func_type gating, int64_t n_used);
 
     bool active() const { return h_ != nullptr; }
     int  n_passes() const { return n_waves_ + has_cpu_; }

@@ -5,6 +5,7 @@
 #include "llama-model.h"
 
 #include "hobbit-host.h"
+#include "hobbit-router.h"
 #include "hobbit-link.h"
 #include "shape.h"
 
@@ -380,6 +381,7 @@ void hobbit_start(hobbit & h, const llama_model & model) {
     }
     h.engine = std::make_unique<hob::engine>(std::move(layout), h.params, b, std::move(files), std::move(some));
     h.engine->fill_whole_groups();
+    h.gates = std::make_shared<hobbit_gates>();
 
     const hobbit_info info = h.engine->info();
     LLAMA_LOG_INFO("%s: expert offloading: budget %.1f MiB of %.1f MiB (floor %.1f MiB), %d layers in %d group(s), T1 %.3f, T2 %.3f, %s reads\n", __func__,
@@ -393,7 +395,8 @@ size_t hobbit_extra_nodes(const hobbit * h, uint32_t n_tokens) {
     }
     // a wave, or the CPU's part: pack, route and what waits, their views, products (2 a projection), the activation between them
     constexpr size_t NODES_PER_WAVE = 40;
-    size_t n = 0;
+    constexpr size_t NODES_LEAN = 4; // the bonus operation, and what makes its sources contiguous
+    size_t n = h->engine->layout().layers.size() * NODES_LEAN;
     for (size_t l = 0; l < h->engine->layout().layers.size(); ++l) {
         const auto & layer = h->engine->layout().layers[l];
         int waves = h->engine->waves((int) l, 1, layer.n_expert); // a warm-up run uses all experts at once

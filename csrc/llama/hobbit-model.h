@@ -54,6 +54,8 @@ struct hobbit {
     std::map<ggml_backend_dev_t, std::unique_ptr<hob::device_link>> links;
     std::unique_ptr<hob::engine> engine; // freed first: its threads write into the banks
 
+    std::shared_ptr<class hobbit_gates> gates; // the routers', for prediction (hobbit-router.h)
+
     std::unique_ptr<hob::replay> replay; // in a simulation, where there is no model
 
     std::string last_decode_error;

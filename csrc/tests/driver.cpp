@@ -146,6 +146,7 @@ void driver::layer(int layer, int n_tokens, int n_used, const std::vector<int32_
             req.seq     = seq.data();
             req.pos     = pos.data();
             req.first   = first;
+            req.next    = engine->predicts(n_tokens) ? next : nullptr;
         }
         std::fill(high.begin(), high.end(), -99);
         low = kept = high2 = low2 = high;
@@ -265,8 +266,11 @@ void driver::check_stats() {
     CHECK_EQ(st.loads_low, seen.loads_low);
     CHECK_EQ(st.prefetches, seen.prefetches);
     CHECK(st.prefetch_hits <= st.prefetches);
-    CHECK_EQ(st.bytes_read, seen.bytes_read);
-    CHECK_EQ(st.bytes_prefetch, seen.bytes_prefetch);
+    CHECK(next ? st.bytes_read <= seen.bytes_read : st.bytes_read == seen.bytes_read);
+    CHECK_EQ(seen.bytes_prefetch - st.bytes_prefetch, seen.bytes_read - st.bytes_read);
+    CHECK(st.late <= st.useful && st.useful <= st.predicted_loads && st.predicted_loads <= st.prefetches);
+    CHECK(st.bytes_wasted <= st.bytes_predicted && st.bytes_predicted <= st.bytes_prefetch);
+    CHECK(st.correct_1 <= st.predicted_1 && st.correct_2 <= st.predicted_2 && st.correct_3 <= st.predicted_3);
     CHECK(files->n_bytes <= st.bytes_read);
     CHECK(st.wait_us >= 0 && st.plan_us >= 0 && st.compute_us >= 0 && st.read_us >= 0);
     if (!settings_change) {

@@ -31,6 +31,7 @@ struct driver {
     bool settings_change   = false; // by another thread: the wish of a token is not known
     std::function<void()> computing; // called where the graph would compute
     std::function<void(int layer)> prefetch; // the prefetch hook
+    hob::next_routers * next = nullptr;           // predicts; what it queues may be given up again
 
     driver(fake_model & model, const hobbit_params & params, std::unique_ptr<hob::host_cache> host = nullptr);
 

@@ -179,6 +179,7 @@ hobbit_params test_params(float t1, float t2, int policy) {
     p.t1     = t1;
     p.t2     = t2;
     p.policy = policy;
+    p.prefetch_prompts = 1;
     for (float & w : p.policy_weights) {
         w = 0.25f;
     }
