@@ -14,6 +14,7 @@ from gguf_tools.errors import GGUFError
 from gguf_tools.reader import Reader
 
 from . import memory, model_memory
+from ._devices import devices
 from .profiles import read_profile
 from .settings import DEFAULTS, Settings, check_int
 
@@ -142,7 +143,7 @@ def make_params(settings: Settings, path: str, need: model_memory.Need, n_used: 
     params = b.hobbit_params()
     b.hobbit_default_params(params)
     settings.fill(params)
-    if settings.budget.kind == "auto" and n_gpu_layers and llama_cpp.llama_supports_gpu_offload():
+    if settings.budget.kind == "auto" and n_gpu_layers and llama_cpp.llama_supports_gpu_offload() and not shares_memory(settings):
         settings.fill(params, need.kv_cache + need.compute + DEVICE_MARGIN, on_device=True)
     elif settings.budget.kind == "auto":
         set_load_params(params)  # the floor depends on n_io_threads
@@ -154,6 +155,12 @@ def make_params(settings: Settings, path: str, need: model_memory.Need, n_used: 
             b.hobbit_set_load_params(None)
         settings.fill(params, auto_bytes(need, info.floor_bytes, info.high_bytes))
     return params
+
+
+def shares_memory(settings: Settings) -> bool:
+    """Do the GPUs have the CPU's memory, or are they to be taken for such?"""
+    gpus = [d for d in devices() if d["gpu"]]
+    return settings.unified_memory is True or (settings.unified_memory == "auto" and bool(gpus) and all(d["integrated"] for d in gpus))
 
 
 def auto_bytes(need: model_memory.Need, floor: int, high: int) -> int:

@@ -47,6 +47,7 @@ class ServeSettings(BaseModel):
     io_threads: Optional[int] = None
     no_direct_io: bool = False
     host_copies: Optional[Size] = None
+    unified_memory: Optional[Literal["auto", "on", "off"]] = None
     miss: Optional[Literal[MISS]] = None
     prefetch: Optional[Union[int, Literal["auto"]]] = None
     prefetch_copy: Optional[Literal[PREFETCH_COPY]] = None

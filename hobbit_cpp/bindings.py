@@ -51,6 +51,11 @@ HOBBIT_PRELOAD_OFF = 0
 HOBBIT_PRELOAD_ON = 1
 HOBBIT_PRELOAD_AUTO = 2
 
+# enum hobbit_unified
+HOBBIT_UNIFIED_OFF = 0
+HOBBIT_UNIFIED_ON = 1
+HOBBIT_UNIFIED_AUTO = 2
+
 # enum { HOBBIT_PREFETCH_AUTO = -1 }
 HOBBIT_PREFETCH_AUTO = -1
 
@@ -107,6 +112,8 @@ class hobbit_params(ctypes.Structure):
         ("prefetch_copy", c_int32),
         ("prefetch_ranks", c_int32),
         ("prefetch_prompts", c_int32),
+        ("unified", c_int32),
+        ("reserved", c_int32),
     ]
 
 
@@ -130,7 +137,7 @@ class hobbit_info(ctypes.Structure):
         ("link_speed", c_double),
         ("cpu_speed", c_double),
         ("host_pinned", c_int32),
-        ("reserved", c_int32),
+        ("unified", c_int32),
     ]
 
 

@@ -28,6 +28,7 @@ def add_offload_arguments(p: argparse.ArgumentParser) -> None:
     g.add_argument("--io-threads", type=int, metavar="N", help="reads in flight (default: 4)")
     g.add_argument("--no-direct-io", action="store_true", help="read through the page cache")
     g.add_argument("--host-copies", metavar="SIZE", help="copies of experts in RAM: all, none, 16GiB of them, or auto (default: on a GPU as many as fit)")
+    g.add_argument("--unified-memory", choices=("auto", "on", "off"), help="slots in memory that CPU and GPU share (default: auto, as the GPU says)")
     g.add_argument("--miss", choices=MISS, help="with all copies in RAM, misses are fetched, computed by the CPU, or divided (default: auto, divided)")
     g.add_argument("--prefetch", type=_layers, metavar="N", help="while decoding, predict the experts of so many layers ahead and load them: 0 to 3, or auto (default: 0)")
     g.add_argument("--prefetch-copy", choices=PREFETCH_COPY, help="which copies of those (default: rule, as on a miss)")
@@ -61,6 +62,7 @@ def llama_arguments(args) -> dict:
     given = {"t1": args.t1, "t2": args.t2, "skip_mass": args.skip_mass, "cache_bytes": args.cache, "policy": args.policy, "low_fraction": args.low_fraction,
              "n_io_threads": args.io_threads, "direct_io": False if args.no_direct_io else None,
              "host_copies": {"all": True, "none": False}.get(args.host_copies, args.host_copies), "miss": args.miss,
+             "unified_memory": {"on": True, "off": False}.get(args.unified_memory, args.unified_memory),
              "prefetch": args.prefetch, "prefetch_copy": args.prefetch_copy, "prefetch_ranks": args.prefetch_ranks,
              "prefetch_prompts": False if args.no_prompt_prefetch else None, "lean": args.lean,
              "profile": False if args.no_profile else None, "n_gpu_layers": args.gpu_layers, "n_threads": args.threads, "n_threads_batch": args.threads}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import ctypes
 import mmap
 import os
 import platform
@@ -11,10 +10,10 @@ import random
 import time
 
 from . import memory
+from ._devices import devices
 from .settings import Settings
 
 PIECE = 2 * memory.MIB  # what the loader reads at once
-GPU = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU, _IGPU
 
 
 def build() -> dict:
@@ -28,28 +27,6 @@ def build() -> dict:
     return {"version": _version.__version__, "llama_cpp": info.get("llama_cpp_commit"), "llama_cpp_python": llama_cpp.__version__, "python": platform.python_version(),
             "folder": str(_libs.lib_dir()), "build_type": info.get("build_type"), "libraries": info.get("libraries", []),
             "api_version": bindings.hobbit_api_version(), "cpu_features": " ".join(features.replace("|", " ").split()).removeprefix("CPU : ")}
-
-
-def devices() -> list[dict]:
-    """What ggml can compute on."""
-    from . import _libs
-
-    lib = _libs.ensure()
-    lib.ggml_backend_dev_count.restype = ctypes.c_size_t
-    lib.ggml_backend_dev_get.restype, lib.ggml_backend_dev_get.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    for name in ("name", "description"):
-        function = getattr(lib, f"ggml_backend_dev_{name}")
-        function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
-    lib.ggml_backend_dev_type.restype, lib.ggml_backend_dev_type.argtypes = ctypes.c_int, [ctypes.c_void_p]
-    lib.ggml_backend_dev_memory.restype = None
-    lib.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)]
-    found = []
-    for i in range(lib.ggml_backend_dev_count()):
-        device, free, total = lib.ggml_backend_dev_get(i), ctypes.c_size_t(), ctypes.c_size_t()
-        lib.ggml_backend_dev_memory(device, free, total)
-        found.append({"name": lib.ggml_backend_dev_name(device).decode(), "description": lib.ggml_backend_dev_description(device).decode().strip(),
-                      "gpu": lib.ggml_backend_dev_type(device) in GPU, "free": free.value, "total": total.value})
-    return found
 
 
 def machine() -> dict:

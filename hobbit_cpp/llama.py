@@ -58,6 +58,9 @@ class Llama(llama_cpp.Llama):
         host_copies: Hold both copies of all experts in host memory, pinned where a GPU takes them from there: True or
             False; a size as for cache_bytes: so much memory for some of them, a second level between the file and the
             slots; "auto" (default): where the slots are on a GPU, all if the memory is there, else as many as fit.
+        unified_memory: The GPU has no memory of its own (Jetson, APU): experts are read from the file into slots that CPU and GPU both see,
+            and there are no copies beside them. True or False, or "auto" (default): what the device says. True on another GPU works, at
+            the speed of the bus.
         miss: Who serves a miss when all copies are in host memory: "fetch" brings it into a slot, "cpu" lets the
             CPU compute it (and holds the copies for that), "auto" (default) divides a layer's misses by the measured
             speeds. Without all copies there every miss is fetched; offload_stats() says what is in force.
@@ -96,7 +99,7 @@ class Llama(llama_cpp.Llama):
     """
 
     def __init__(self, model_path, *, t1=None, t2=None, skip_mass=None, cache_bytes=None, policy=None, policy_weights=None, low_fraction=None,
-                 n_io_threads=None, direct_io=None, force_miss=None, host_copies=None, miss=None, admit=None,
+                 n_io_threads=None, direct_io=None, force_miss=None, host_copies=None, unified_memory=None, miss=None, admit=None,
                  preload=None, cpu_batch=None, miss_speeds=None, prefetch=None, prefetch_copy=None, prefetch_ranks=None,
                  prefetch_prompts=None, lean=None, profile=None, **kwargs):
         self._stack = contextlib.ExitStack()  # close() works on an object that got no further
@@ -111,7 +114,8 @@ class Llama(llama_cpp.Llama):
         _load.check_keywords(kwargs)
         self._settings = Settings(t1=t1, t2=t2, skip_mass=skip_mass, cache_bytes=cache_bytes, policy=policy, policy_weights=policy_weights,
                                   low_fraction=low_fraction, n_io_threads=n_io_threads, direct_io=direct_io, force_miss=force_miss,
-                                  host_copies=host_copies, miss=miss, admit=admit, preload=preload, cpu_batch=cpu_batch, miss_speeds=miss_speeds,
+                                  host_copies=host_copies, unified_memory=unified_memory, miss=miss, admit=admit, preload=preload,
+                                  cpu_batch=cpu_batch, miss_speeds=miss_speeds,
                                   prefetch=prefetch, prefetch_copy=prefetch_copy, prefetch_ranks=prefetch_ranks,
                                   prefetch_prompts=prefetch_prompts, lean=lean)
         self.profile, self._use_profile = None, profile is None or check_bool("profile", profile)
@@ -460,7 +464,7 @@ class Llama(llama_cpp.Llama):
         mode      "mixed", "high" (t1 >= 1) or "none" (ordinary GGUF; then only mode and model are there)
         model, sidecar   paths
         settings  t1, t2, skip_mass, policy, policy_weights, low_fraction, n_io_threads, direct_io (in force), force_miss, cache_bytes (as given),
-                  prefetch, prefetch_copy, prefetch_ranks, prefetch_prompts, lean, profile (path, None if none was used), miss, host_copies and host_pinned (in force)
+                  prefetch, prefetch_copy, prefetch_ranks, prefetch_prompts, lean, profile (path, None if none was used), miss, host_copies, host_pinned and unified_memory (in force)
         budget    budget_bytes, floor_bytes, slot_bytes, staging_bytes, record_bytes, high_bytes, low_bytes (all experts)
         groups    per set of alike layers: slots, resident copies, types, bytes of an expert, backend
         totals    counters (stats.py)
@@ -497,7 +501,7 @@ class Llama(llama_cpp.Llama):
                 "force_miss": bool(p.force_miss), "cache_bytes": self._settings.cache_bytes,
                 "prefetch": "auto" if p.prefetch < 0 else p.prefetch, "prefetch_copy": PREFETCH_COPY[p.prefetch_copy],
                 "prefetch_ranks": p.prefetch_ranks, "prefetch_prompts": bool(p.prefetch_prompts), "lean": _plain(p.lean),
-                "profile": self.profile, "miss": MISS[info.miss], "host_copies": info.host_bytes > 0, "host_pinned": bool(info.host_pinned),
+                "profile": self.profile, "miss": MISS[info.miss], "host_copies": info.host_bytes > 0, "host_pinned": bool(info.host_pinned), "unified_memory": bool(info.unified),
             },
             "budget": {k: v for k, v in _dict(info).items() if k.endswith("_bytes")},
             "groups": groups,

@@ -31,6 +31,7 @@ DEFAULTS = {
     "preload": "auto",
     "cpu_batch": 16,
     "host_copies": "auto",
+    "unified_memory": "auto",
     "prefetch": 0,
     "prefetch_copy": "rule",
     "prefetch_ranks": 1,
@@ -217,6 +218,7 @@ class Settings:
         self.miss_speeds = check_speeds(use["miss_speeds"])
         self.host_copies, self.host_bytes = check_host_copies(use["host_copies"])
         self.preload = check_switch("preload", use["preload"])
+        self.unified_memory = check_switch("unified_memory", use["unified_memory"])
         self.prefetch, self.prefetch_copy = check_prefetch(use["prefetch"], use["prefetch_copy"], self.t1)
         self.prefetch_ranks = check_int("prefetch_ranks", use["prefetch_ranks"], 0, 2**31 - 1)
         for name in ("prefetch_copy", "prefetch_ranks"):
@@ -226,6 +228,8 @@ class Settings:
         self.lean = check_number("lean", use["lean"], 0.0, 1.0)
         if self.miss == "cpu" and (self.host_copies is False or self.host_bytes):
             raise ValueError("miss='cpu' computes from copies in host memory and needs them all: leave host_copies out, or give True")
+        if self.unified_memory is True and (self.miss == "cpu" or self.host_copies is True or self.host_bytes):
+            raise ValueError("with unified_memory=True there are no copies beside the slots: leave host_copies and miss='cpu' out")
 
     def fill(self, params, auto_bytes: int = 0, on_device: bool = False) -> None:
         """Write everything into a hobbit_params; auto_bytes is what "auto" came to: a budget, or with on_device what
@@ -248,6 +252,7 @@ class Settings:
         params.link_speed, params.cpu_speed = self.miss_speeds
         params.host_copies = 3 if self.host_bytes else 2 if self.host_copies == "auto" else int(self.host_copies)
         params.host_bytes = self.host_bytes
+        params.unified = 2 if self.unified_memory == "auto" else int(self.unified_memory)
         params.preload = 2 if self.preload == "auto" else int(self.preload)
         params.prefetch, params.prefetch_copy, params.prefetch_ranks = self.prefetch, self.prefetch_copy, self.prefetch_ranks
         params.prefetch_prompts = self.prefetch_prompts

@@ -54,6 +54,7 @@ def settings_lines(s: dict) -> list[str]:
           f"for {g['n_layers']} layers of {g['n_expert']} experts" for g in s["groups"]),
         *([f"{format_bytes(b['host_bytes'])} of copies in {'pinned ' if p['host_pinned'] else ''}host memory; misses: {'divided between link and CPU' if p['miss'] == 'auto' else p['miss']}"]
           if p["host_copies"] else []),
+        *(["slots in memory that CPU and GPU share"] if p["unified_memory"] else []),
         *([f"profile {p['profile']}"] if p["profile"] else []),
         *([f"prefetch {p['prefetch']}, copies: {p['prefetch_copy']}, ranks: {p['prefetch_ranks'] or 'all'}"] if p["prefetch"] else []),
         *([f"routing leans to residents by {p['lean']:g}"] if p["lean"] else []),

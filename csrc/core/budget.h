@@ -21,6 +21,7 @@ struct budget {
     int      miss       = HOBBIT_MISS_FETCH;
     uint64_t host       = 0;   // bytes of copies in host memory
     bool     host_pinned = false;
+    bool     unified     = false; // slots are host memory that a device computes with
     double   link_speed = 0.0; // bytes/s
     double   cpu_speed  = 0.0;
 };

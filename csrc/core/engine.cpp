@@ -74,7 +74,7 @@ void engine::fill_whole_groups() {
     for (size_t gi = 0; gi < layout_.groups.size(); ++gi) {
         group_layout & g = layout_.groups[gi];
         pool & pl = pools_[gi * N_COPIES + COPY_HIGH];
-        const bool wanted = params_.preload == HOBBIT_PRELOAD_ON || (params_.preload == HOBBIT_PRELOAD_AUTO && !g.banks[COPY_HIGH][0].base);
+        const bool wanted = params_.preload == HOBBIT_PRELOAD_ON || (params_.preload == HOBBIT_PRELOAD_AUTO && g.on_device);
         if (!wanted || params_.force_miss || pl.n_slots() < g.n_experts_total()) {
             continue;
         }

@@ -62,6 +62,7 @@ hobbit_info engine::info() {
     i.miss          = budget_.miss;
     i.host_bytes    = budget_.host;
     i.host_pinned   = budget_.host_pinned;
+    i.unified       = budget_.unified;
     if (budget_.cpu_speed > 0.0) {
         i.link_speed = budget_.link_speed > 0.0 ? speeds_.link() : 0.0;
         i.cpu_speed  = speeds_.cpu(COPY_HIGH);

@@ -64,6 +64,7 @@ struct group_layout {
     int    n_proj   = 0;
     size_t proj_bytes[N_COPIES][MAX_PROJ] = {};
     int    n_slots[N_COPIES] = {};
+    bool   on_device = false; // it computes with the slots, wherever they are
     bank   banks[N_COPIES][MAX_PROJ];
 
     // How an expert's inner width (rows of gate and up, columns of down) can be divided. n_units 1: not at all.

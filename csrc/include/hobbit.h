@@ -76,6 +76,13 @@ enum hobbit_preload {
     HOBBIT_PRELOAD_AUTO = 2, // where the slots are on a GPU
 };
 
+// Is the memory of the GPU the CPU's, too? Then there is one level: slots are host memory that both see, read into from the files.
+enum hobbit_unified {
+    HOBBIT_UNIFIED_OFF  = 0,
+    HOBBIT_UNIFIED_ON   = 1, // taken for granted: on a GPU with memory of its own each product reads its weights over the bus
+    HOBBIT_UNIFIED_AUTO = 2, // where the device says so
+};
+
 // Prediction of the next layers' experts, for batches of a few tokens: their routers are applied to the running layer's input.
 enum { HOBBIT_PREFETCH_AUTO = -1 }; // as many layers ahead as pay, by what was right and wrong lately
 
@@ -123,6 +130,8 @@ struct hobbit_params {
     int32_t  prefetch_copy;     // enum hobbit_prefetch_copy
     int32_t  prefetch_ranks;    // of a predicted token, load at most so many experts, the heaviest; 0: all
     int32_t  prefetch_prompts;  // 1: a prompt's next layers are loaded ahead
+    int32_t  unified;           // enum hobbit_unified
+    int32_t  reserved;
 };
 
 // What was set up. Sizes in bytes.
@@ -144,7 +153,7 @@ struct hobbit_info {
     double   link_speed;      // bytes/s from host memory to the slots, as misses are divided now; 0: not measured
     double   cpu_speed;       // bytes/s at which the CPU computes experts
     int32_t  host_pinned;     // 1: the copies are in pinned memory, which the device reads by itself
-    int32_t  reserved;
+    int32_t  unified;         // 1: the slots are host memory that a device computes with
 };
 
 struct hobbit_group_info {

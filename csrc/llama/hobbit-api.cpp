@@ -86,6 +86,13 @@ std::string check(const hobbit_params & p) {
     if (p.preload < HOBBIT_PRELOAD_OFF || p.preload > HOBBIT_PRELOAD_AUTO) {
         return "preload is " + std::to_string(p.preload) + ": known are 0 (off), 1 (on), 2 (auto)";
     }
+    if (p.unified < HOBBIT_UNIFIED_OFF || p.unified > HOBBIT_UNIFIED_AUTO) {
+        return "unified is " + std::to_string(p.unified) + ": known are 0 (off), 1 (on), 2 (auto)";
+    }
+    if (p.unified == HOBBIT_UNIFIED_ON && (p.host_copies == HOBBIT_HOST_ON || p.host_copies == HOBBIT_HOST_SOME || p.miss == HOBBIT_MISS_CPU)) {
+        return std::string("unified is on, but ") + (p.miss == HOBBIT_MISS_CPU ? "miss is cpu" : "host_copies is") +
+               ": where CPU and GPU share their memory there are no copies beside the slots";
+    }
     if (p.cpu_batch < 1 || p.cpu_batch > 512) {
         return "cpu_batch is " + std::to_string(p.cpu_batch) + ": it must be 1 to 512";
     }
@@ -160,6 +167,7 @@ void hobbit_default_params(struct hobbit_params * p) {
     p->cpu_batch      = 16;
     p->skip_mass      = 1.0f;
     p->prefetch_prompts = 1;
+    p->unified        = HOBBIT_UNIFIED_AUTO;
 }
 
 int hobbit_check_params(const struct hobbit_params * p) {

@@ -466,8 +466,7 @@ ggml_tensor * hobbit_moe::mul_mat_id(const ggml_tensor * w, ggml_tensor * x, ggm
     }
 
     ggml_tensor * y = nullptr;
-    const bool slots_here = group.banks[hob::COPY_HIGH][0].base != nullptr;
-    if (on_cpu || (slots_here && !has_cpu_ && x->ne[2] <= FEW_TOKENS)) {
+    if (on_cpu || (!group.on_device && !has_cpu_ && x->ne[2] <= FEW_TOKENS)) {
         y = cpu_product(proj, x, down);
     } else {
         y = slot_products(w, proj, x, down);

@@ -158,7 +158,7 @@ uint64_t room_on_devices(const hob::model_layout & layout, const std::vector<gro
     }
     double room = 2.0 * (double) b.high + (double) b.floor; // all experts, and more
     for (const auto & [dev, bytes] : experts) {
-        const uint64_t free = hobbit_free_memory(dev);
+        const uint64_t free = b.unified ? std::min(hobbit_free_memory(dev), hobbit_free_memory(nullptr)) : hobbit_free_memory(dev);
         const double left = free > keep + READ_BEYOND ? (double) (free - keep - READ_BEYOND) : 0.0;
         LLAMA_LOG_INFO("%s: %s: %.1f MiB free, %.1f MiB of them kept for contexts\n", __func__, dev ? ggml_backend_dev_name(dev) : "CPU", free / 1048576.0, keep / 1048576.0);
         room = std::min(room, left * ((double) b.high / (double) bytes));
@@ -238,7 +238,7 @@ ggml_tensor * hobbit_tensor_meta(const hobbit * h, const char * name) {
 bool hobbit_has_expert_tensor(const hobbit * h, const std::string & name) { return h && h->meta.count(name) > 0; }
 
 // Memory for the slots of group gi, and how they are written. Throws std::runtime_error.
-static void place_banks(hobbit & h, size_t gi, hob::group_layout & g, const group_plan & plan) {
+static void place_banks(hobbit & h, size_t gi, hob::group_layout & g, const group_plan & plan, bool unified) {
     h.banks.emplace_back();
     hobbit::group_banks & gb = h.banks.back();
     gb.buft_name = ggml_backend_buft_name(plan.buft);
@@ -270,7 +270,18 @@ static void place_banks(hobbit & h, size_t gi, hob::group_layout & g, const grou
     if (!ggml_backend_buft_is_host(plan.buft)) {
         total += READ_BEYOND;
     }
-    ggml_backend_buffer_t buf = ggml_backend_buft_alloc_buffer(plan.buft, total);
+    ggml_backend_buffer_t buf = nullptr;
+    uint8_t * shared = nullptr; // the slots as the CPU sees them, where device and CPU share them
+    if (unified) {
+        h.host_memory.push_back(std::make_unique<hobbit_pinned>(total, gb.dev));
+        shared = h.host_memory.back()->data();
+        buf = h.host_memory.back()->seen_by(gb.dev).release();
+        if (!buf) {
+            throw std::runtime_error(std::string(ggml_backend_dev_name(gb.dev)) + " cannot compute with host memory: turn unified memory off");
+        }
+    } else {
+        buf = ggml_backend_buft_alloc_buffer(plan.buft, total);
+    }
     if (!buf) {
         throw std::runtime_error("out of memory: " + std::to_string(total) + " bytes for expert slots in " + gb.buft_name);
     }
@@ -280,8 +291,9 @@ static void place_banks(hobbit & h, size_t gi, hob::group_layout & g, const grou
         ggml_backend_buffer_clear(buf, 0); // products with the part of a divided expert read the whole slot: no NaN may be there
     }
     const bool host = ggml_backend_buffer_is_host(buf);
-    uint8_t * at = (uint8_t *) ggml_backend_buffer_get_base(buf);
-    at += pad((size_t) at) - (size_t) at;
+    g.on_device = !host;
+    uint8_t * const base = (uint8_t *) ggml_backend_buffer_get_base(buf);
+    uint8_t * at = base + (pad((size_t) base) - (size_t) base);
     for (int c = 0; c < hob::N_COPIES; ++c) {
         for (int p = 0; p < g.n_proj; ++p) {
             ggml_tensor * t = gb.tensor[c][p];
@@ -294,8 +306,8 @@ static void place_banks(hobbit & h, size_t gi, hob::group_layout & g, const grou
             at += pad(ggml_backend_buft_get_alloc_size(plan.buft, t));
             hob::bank & bank = g.banks[c][p];
             bank.stride = t->nb[2];
-            if (host) {
-                bank.base = (uint8_t *) t->data;
+            if (host || shared) {
+                bank.base = host ? (uint8_t *) t->data : shared + ((uint8_t *) t->data - base);
                 continue;
             }
             bank.write = hobbit_uploader(t);
@@ -349,7 +361,17 @@ void hobbit_start(hobbit & h, const llama_model & model) {
     std::vector<group_plan> plans;
     hob::model_layout layout = lay_out(h.sidecar, n_used, bufts, plans);
 
+    ggml_backend_dev_t device = nullptr; // of the slots, if not the CPU
+    bool all_share = true;               // memory with the CPU
+    for (ggml_backend_buffer_type_t buft : bufts) {
+        ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
+        if (dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
+            device = dev;
+            all_share = all_share && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_IGPU;
+        }
+    }
     hob::budget b = hob::measure(layout, h.params, hob::records::bytes(layout, h.params.policy));
+    b.unified = device && (h.params.unified == HOBBIT_UNIFIED_ON || (h.params.unified == HOBBIT_UNIFIED_AUTO && all_share));
     if (h.params.budget_kind == HOBBIT_BUDGET_DEVICE) {
         b.total = room_on_devices(layout, plans, h.params.cache_bytes, b);
     }
@@ -358,15 +380,13 @@ void hobbit_start(hobbit & h, const llama_model & model) {
         throw std::runtime_error(err);
     }
     auto files = hob::open_files(layout.files, h.params.direct_io != 0);
-    ggml_backend_dev_t device = nullptr; // of the slots, if not the CPU
-    for (ggml_backend_buffer_type_t buft : bufts) {
-        ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
-        if (dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
-            device = dev;
-        }
-    }
     std::unique_ptr<hob::host_cache> some; // of the copies
-    if (hobbit_wants_host_copies(h, b, device)) {
+    if (b.unified) {
+        if (h.params.host_copies == HOBBIT_HOST_ON || h.params.host_copies == HOBBIT_HOST_SOME || h.params.miss == HOBBIT_MISS_CPU) {
+            throw std::runtime_error(std::string(ggml_backend_dev_name(device)) + " shares its memory with the CPU: there are no host copies beside the slots, and none to "
+                                     "compute from (leave host_copies and miss out)");
+        }
+    } else if (hobbit_wants_host_copies(h, b, device)) {
         hobbit_load_host_copies(h, layout, b, *files, device);
     } else {
         some = hobbit_host_level(h, layout, b, device);
@@ -374,7 +394,7 @@ void hobbit_start(hobbit & h, const llama_model & model) {
 
     h.bank_ctx.reset(ggml_init({ ggml_tensor_overhead() * layout.groups.size() * (hob::N_COPIES * hob::MAX_PROJ + 1), nullptr, /*.no_alloc =*/ true }));
     for (size_t gi = 0; gi < layout.groups.size(); ++gi) {
-        place_banks(h, gi, layout.groups[gi], plans[gi]);
+        place_banks(h, gi, layout.groups[gi], plans[gi], b.unified && device);
     }
     if (!h.host.empty() && (device || h.params.miss == HOBBIT_MISS_CPU || h.params.link_speed > 0.0)) {
         hobbit_measure_speeds(h, layout, b);

@@ -2,7 +2,7 @@
 
 #include "layout.h"
 
-#include "ggml-backend.h"
+#include "ggml-backend-impl.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -47,7 +47,7 @@ void touch(uint8_t * data, size_t n) {
 
 } // namespace
 
-hobbit_pinned::hobbit_pinned(size_t n, ggml_backend_dev_t device) {
+hobbit_pinned::hobbit_pinned(size_t n, ggml_backend_dev_t device) : size_(n) {
     ggml_backend_reg_t reg = device ? ggml_backend_dev_backend_reg(device) : nullptr;
     const auto pin = reg ? (bool (*)(void *, size_t)) ggml_backend_reg_get_proc_address(reg, "ggml_backend_register_host_buffer") : nullptr;
 #ifdef __linux__
@@ -75,6 +75,11 @@ hobbit_pinned::hobbit_pinned(size_t n, ggml_backend_dev_t device) {
     }
     data_   = aligned(ggml_backend_buffer_get_base(buffer_.get()), hob::IO_ALIGN);
     pinned_ = ggml_backend_buffer_get_type(buffer_.get()) != ggml_backend_cpu_buffer_type();
+}
+
+ggml_backend_buffer_ptr hobbit_pinned::seen_by(ggml_backend_dev_t device) const {
+    const bool can = pinned_ && device->iface.buffer_from_host_ptr;
+    return ggml_backend_buffer_ptr(can ? ggml_backend_dev_buffer_from_host_ptr(device, data_, size_, size_) : nullptr);
 }
 
 hobbit_pinned::~hobbit_pinned() {

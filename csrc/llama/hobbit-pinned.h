@@ -19,9 +19,11 @@ class hobbit_pinned {
     uint8_t * data() const { return data_; }
     bool      pinned() const { return pinned_; }
     ggml_backend_buffer_t buffer() const { return buffer_.get(); } // over all of it
+    ggml_backend_buffer_ptr seen_by(ggml_backend_dev_t device) const; // the same, for it to compute with; null: it cannot
 
   private:
     uint8_t * data_   = nullptr;
+    size_t    size_   = 0;
     bool      pinned_ = false;
     void *    map_    = nullptr;
     size_t    mapped_ = 0;

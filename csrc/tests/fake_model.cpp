@@ -68,6 +68,7 @@ void fake_model::place_slots() {
                 b.stride = g.proj_bytes[c][p];
                 banks.push_back(std::make_unique<std::vector<uint8_t>>(b.stride * g.n_slots[c] + 1, (uint8_t) 0xee));
                 uint8_t * base = banks.back()->data();
+                layout.groups[gi].on_device = !specs_[gi].host || specs_[gi].link;
                 b.base  = specs_[gi].host && !specs_[gi].link ? base : nullptr;
                 b.link  = specs_[gi].link ? &link : nullptr;
                 b.memory = base;
