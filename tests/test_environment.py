@@ -183,3 +183,22 @@ def tool(name, *argv, status=0, **variables):
     done = subprocess.run([TOOLS / name, *map(str, argv)], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=600, env={**env, **variables})
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+ONE_THREAD = ("-t", 1, "--no-repack")
+ALL_HIGH = {"HOBBIT_T1": "1", "HOBBIT_CACHE": "min"}
+
+
+@needs_tools
+@pytest.mark.parametrize("argv", [("llama-cli", "-st", "-no-cnv"), ("llama-completion", "-no-cnv")], ids=lambda argv: argv[0])
+def test_tool_text(argv):
+    dual = engine.pair(SOURCE, "q2_k")
+    more = ("-p", "Once upon a time", "-n", 24, "--temp", 0, "-c", 256, *ONE_THREAD)
+    stock, ours = (tool(argv[0], "-m", path, *argv[1:], *more, **ALL_HIGH) for path in (SOURCE, dual))
+    assert stock == ours
+
+
+@needs_tools
+def test_tool_wrong_value():
+    said = tool("llama-completion", "-m", engine.pair(SOURCE, "q2_k"), "-p", "x", "-n", 1, status=1, HOBBIT_POLICY="best")
+    assert 'HOBBIT_POLICY is "best": it must be one of lru, lfu, hobbit, lcu, follow' in said
