@@ -3,6 +3,7 @@
 # make test       set up, then run the tests; PYTEST_ARGS="-k stats" narrows
 # make core-test  build the C++ core alone and run its unit tests; SANITIZE=address,undefined
 # make tools      llama.cpp's own llama-cli, llama-server, llama-bench, ... in build/tools/bin (docs/tools.md)
+# make test-aarch64   the whole package for 64-bit ARM, cross-compiled, under qemu-user (docs/edge.md)
 # make clean      remove everything that was built
 #
 # PYTHON=python3.12 chooses the Python, CMAKE_ARGS="-DGGML_CUDA=ON" goes to the build of llama.cpp,
@@ -28,7 +29,7 @@ SOURCES := CMakeLists.txt setup.py pyproject.toml hobbit_cpp/_version.py $(shell
 # The checked sdist of llama-cpp-python; or what HOBBIT_LLAMA_CPP_SOURCE names.
 SDIST = $(PY) cmake/prepare_llama_cpp.py --sdist --pin hobbit_cpp/_version.py --download build/download --source "$$HOBBIT_LLAMA_CPP_SOURCE"
 
-.PHONY: setup demo test core-test tools clean force
+.PHONY: setup demo test core-test tools test-aarch64 clean force
 
 setup: $(VENV)/built
 
@@ -66,6 +67,9 @@ tools: $(VENV)/made
 	source="$${HOBBIT_LLAMA_CPP_SOURCE:-$$($(SDIST))}" && \
 	    HOBBIT_LLAMA_CPP_SOURCE="$$source" $(CMAKE) -S . -B build/tools -DHOBBIT_TOOLS=ON -DHOBBIT_PYTHON="$(abspath $(PY))" $(CMAKE_ARGS)
 	$(CMAKE) --build build/tools --target hobbit_tools --parallel $(JOBS)
+
+test-aarch64: $(VENV)/made
+	PYTHON="$(PY)" JOBS="$(JOBS)" tests/aarch64.sh
 
 clean:
 	rm -rf build dist $(VENV) hobbit_cpp/lib *.egg-info

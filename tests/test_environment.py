@@ -78,7 +78,7 @@ def filled(**given):
 
 GOOD = {"CACHE": ("cache_bytes", ["40 MiB", "24.5m", "60%", " 100 % ", "min", "MIN", "90071993"]), "T1": ("t1", ["0", "1e-1", " .25"]), "T2": ("t2", ["0.75"]),
         "SKIP_MASS": ("skip_mass", ["0.5"]), "LOW_FRACTION": ("low_fraction", ["0.25"]), "POLICY": ("policy", ["lru", "follow"]), "IO_THREADS": ("n_io_threads", ["2"]),
-        "HOST_COPIES": ("host_copies", ["none", "auto", "3MiB"]), "MISS": ("miss", ["fetch", "auto"])}
+        "HOST_COPIES": ("host_copies", ["none", "auto", "8MiB"]), "MISS": ("miss", ["fetch", "auto"])}
 NUMBERS = ("t1", "t2", "skip_mass", "low_fraction")
 
 

@@ -4,6 +4,7 @@ import ctypes
 import json
 import mmap
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -140,6 +141,25 @@ def test_auto_in_a_control_group_that_the_page_cache_fills(dual, group):
     budget = said["used"]["budget"]["budget_bytes"]
     assert said["used"]["budget"]["floor_bytes"] <= budget <= max(said["used"]["budget"]["floor_bytes"], said["available"] - said["reserve"] - said["need"]) + 4 * MIB  # read at slightly different times
     assert said["reserve"] == LIMIT // 4
+
+
+def test_host_copies_that_the_control_group_has_no_room_for(dual, group):
+    """Refused with the numbers, where the machine would have room and the process would be killed."""
+    code = """
+        import json, sys
+        from hobbit_cpp import Llama
+        said = []
+        for copies in (True, "150MiB"):
+            try:
+                Llama(sys.argv[1], host_copies=copies, cache_bytes="min", n_ctx=128, n_threads=1, verbose=False)
+            except ValueError as error:
+                said.append(str(error))
+        print(json.dumps(said))
+    """
+    said, _ = child(code, dual, before=join(group))
+    assert group.oom_kills() == 0
+    assert len(said) == 2 and all(re.search(r"host_copies.* only (\d+) are available", s) for s in said), said
+    assert all(int(re.search(r"only (\d+) are", s)[1]) < LIMIT for s in said)
 
 
 def test_what_is_in_slots_is_not_in_the_page_cache_as_well(dual):
