@@ -2,6 +2,8 @@
 # make demo       set up, then run the demo
 # make test       set up, then run the tests; PYTEST_ARGS="-k stats" narrows
 # make core-test  build the C++ core alone and run its unit tests; SANITIZE=address,undefined
+# make tools      llama.cpp's own llama-cli, llama-server, llama-bench, ... in build/tools/bin (docs/tools.md)
+# make test-aarch64   the whole package for 64-bit ARM, cross-compiled, under qemu-user (docs/edge.md)
 # make clean      remove everything that was built
 #
 # PYTHON=python3.12 chooses the Python, CMAKE_ARGS="-DGGML_CUDA=ON" goes to the build of llama.cpp,
@@ -24,7 +26,10 @@ PIN  := $(shell sed -n 's/^LLAMA_CPP_PYTHON_VERSION = "\(.*\)"$$/\1/p' hobbit_cp
 # need nothing, the install is an editable one.
 SOURCES := CMakeLists.txt setup.py pyproject.toml hobbit_cpp/_version.py $(shell find cmake csrc)
 
-.PHONY: setup demo test core-test clean force
+# The checked sdist of llama-cpp-python; or what HOBBIT_LLAMA_CPP_SOURCE names.
+SDIST = $(PY) cmake/prepare_llama_cpp.py --sdist --pin hobbit_cpp/_version.py --download build/download --source "$$HOBBIT_LLAMA_CPP_SOURCE"
+
+.PHONY: setup demo test core-test tools test-aarch64 clean force
 
 setup: $(VENV)/built
 
@@ -41,8 +46,7 @@ $(VENV)/made:
 # The Python bindings, not compiled: our libllama serves them. From the checked sdist, which the build
 # needs anyway; --no-cache-dir, or pip would keep a llama-cpp-python without libraries for later.
 $(VENV)/bindings-$(PIN): $(VENV)/made
-	sdist="$$($(PY) cmake/prepare_llama_cpp.py --sdist --pin hobbit_cpp/_version.py --download build/download \
-	    --source "$$HOBBIT_LLAMA_CPP_SOURCE")" && \
+	sdist="$$($(SDIST))" && \
 	    CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" $(PIP) install --no-cache-dir --no-deps "$$sdist"
 	@touch $@
 
@@ -58,6 +62,14 @@ core-test:
 	$(CMAKE) -S . -B build/core-tests -DHOBBIT_CORE_TESTS=ON -DHOBBIT_SANITIZE="$(SANITIZE)"
 	$(CMAKE) --build build/core-tests --parallel $(JOBS)
 	build/core-tests/hobbit-core-tests
+
+tools: $(VENV)/made
+	source="$${HOBBIT_LLAMA_CPP_SOURCE:-$$($(SDIST))}" && \
+	    HOBBIT_LLAMA_CPP_SOURCE="$$source" $(CMAKE) -S . -B build/tools -DHOBBIT_TOOLS=ON -DHOBBIT_PYTHON="$(abspath $(PY))" $(CMAKE_ARGS)
+	$(CMAKE) --build build/tools --target hobbit_tools --parallel $(JOBS)
+
+test-aarch64: $(VENV)/made
+	PYTHON="$(PY)" JOBS="$(JOBS)" tests/aarch64.sh
 
 clean:
 	rm -rf build dist $(VENV) hobbit_cpp/lib *.egg-info

@@ -24,6 +24,7 @@ import tarfile
 
 # What the build needs of llama.cpp, and its converter of checkpoints, which is shipped: 35 MB of 176.
 KEEP = ("CMakeLists.txt", "LICENSE", "cmake", "conversion", "convert_hf_to_gguf.py", "ggml", "gguf-py", "include", "licenses", "src", "vendor")
+KEEP_FOR_TOOLS = ("common", "scripts", "tools")  # with --tools: 11 MB more
 
 
 class PrepareError(Exception):
@@ -96,26 +97,26 @@ def find_root(folder, version):
     return root
 
 
-def list_folder(root):
-    for name in KEEP:
+def list_folder(root, keep):
+    for name in keep:
         top = root / name
         for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
             if path.is_file():
                 yield path.relative_to(root).as_posix(), path
 
 
-def read_folder(root):
+def read_folder(root, keep):
     """{relative path: (bytes, executable)}"""
-    return {name: (path.read_bytes(), bool(path.stat().st_mode & 0o100)) for name, path in list_folder(root)}
+    return {name: (path.read_bytes(), bool(path.stat().st_mode & 0o100)) for name, path in list_folder(root, keep)}
 
 
-def read_sdist(path):
+def read_sdist(path, keep):
     files = {}
     with tarfile.open(path) as tar:
         for member in tar:
             _, found, name = member.name.partition("/vendor/llama.cpp/")
             parts = name.split("/")
-            if found and member.isfile() and parts[0] in KEEP and ".." not in parts:
+            if found and member.isfile() and parts[0] in keep and ".." not in parts:
                 files[name] = (tar.extractfile(member).read(), bool(member.mode & 0o100))
     if "CMakeLists.txt" not in files:
         raise PrepareError(f"{path} holds no vendor/llama.cpp")
@@ -267,8 +268,9 @@ def write_tree(out, files):
     return changed
 
 
-def prepare(pin, patches, out, download, source=None):
+def prepare(pin, patches, out, download, source=None, tools=False):
     version, want = read_pin(pin)
+    keep = KEEP + KEEP_FOR_TOOLS if tools else KEEP
     texts = read_patches(patches)
     stamp = out.with_name(out.name + ".stamp")
 
@@ -277,21 +279,21 @@ def prepare(pin, patches, out, download, source=None):
         raise PrepareError(f"HOBBIT_LLAMA_CPP_SOURCE: {source} does not exist")
     if source and source.is_dir():
         root = find_root(source, version)
-        stats = [f"{name} {p.stat().st_size} {p.stat().st_mtime_ns}" for name, p in list_folder(root)]
+        stats = [f"{name} {p.stat().st_size} {p.stat().st_mtime_ns}" for name, p in list_folder(root, keep)]
         origin = f"folder {root.resolve()} {sha256(chr(10).join(stats).encode('utf-8', 'surrogateescape'))}"
     else:
         if source:
             check_sdist(source, want)
         origin = f"sdist {want}"
     state = "\n".join(
-        [origin, f"script {sha256(pathlib.Path(__file__).read_bytes())}"]
+        [origin, f"kept {' '.join(keep)}", f"script {sha256(pathlib.Path(__file__).read_bytes())}"]
         + [f"patch {name} {sha256(text.encode('utf-8', 'surrogateescape'))}" for name, text in texts]
     ) + "\n"
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == state and (out / "CMakeLists.txt").is_file():
         print(f"llama.cpp of llama-cpp-python {version} with {len(texts)} patches: up to date")
         return
 
-    files = read_folder(root) if root else read_sdist(source or fetch_sdist(download, version, want))
+    files = read_folder(root, keep) if root else read_sdist(source or fetch_sdist(download, version, want), keep)
     for name, text in texts:
         touched = apply_patch(name, text, files)
         print(f"applied {name} ({', '.join(touched)})")
@@ -309,6 +311,7 @@ def main():
     parser.add_argument("--source", help="folder or sdist to use instead of a download")
     parser.add_argument("--patches", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--tools", action="store_true", help="llama.cpp's own tools, too")
     parser.add_argument("--sdist", action="store_true", help="only fetch the sdist and print its path")
     args = parser.parse_args()
     source = pathlib.Path(args.source).expanduser() if args.source else None
@@ -321,7 +324,7 @@ def main():
             else:
                 print(fetch_sdist(args.download, version, want))
         else:
-            prepare(args.pin, args.patches, args.out, args.download, source)
+            prepare(args.pin, args.patches, args.out, args.download, source, args.tools)
     except PrepareError as error:
         sys.exit(f"error: {error}")
 

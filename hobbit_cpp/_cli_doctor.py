@@ -56,7 +56,7 @@ def lines(report: dict):
         yield f"besides     {format_bytes(x['residents'])} of residents, {format_bytes(x['kv_cache'])} of KV cache, at most {format_bytes(x['compute'])} of buffers"
         if x["offloaded"]:
             yield f"experts     {x['layers']} layers, {x['n_used']} of {x['n_expert']} used; all take {format_bytes(x['high_bytes'])} high and {format_bytes(x['low_bytes'])} low"
-            yield f"rule        T1 {x['t1']:g}, T2 {x['t2']:g}, policy {x['policy']}"
+            yield f"rule        T1 {x['t1']:g}, T2 {x['t2']:g}, policy {x['policy']}" + (f", from {x['profile']}" if x["profile"] else "")
             if x["budget"] is None:
                 yield "budget      what the GPU has left when the rest of the model is there"
             else:

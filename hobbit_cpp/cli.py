@@ -113,9 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     add_evaluate_arguments(evaluate)
     add_model_arguments(evaluate, "tokens of a chunk, of which the second half counts (default: 512)")
     add_offload_arguments(evaluate)
-    from . import _cli_calibrate, _cli_chat, _cli_doctor, _cli_frontier, _cli_imatrix, _cli_serve, _cli_trace
+    from . import _cli_calibrate, _cli_chat, _cli_doctor, _cli_env, _cli_frontier, _cli_imatrix, _cli_serve, _cli_trace
     _cli_trace.add_parsers(commands)
-    for module in (_cli_frontier, _cli_calibrate, _cli_imatrix, _cli_chat, _cli_serve, _cli_doctor):
+    for module in (_cli_frontier, _cli_calibrate, _cli_imatrix, _cli_chat, _cli_serve, _cli_doctor, _cli_env):
         module.add_parser(commands)
     return p
 

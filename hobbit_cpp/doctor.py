@@ -49,6 +49,7 @@ def model(args) -> dict:
     from .cli import llama_arguments
 
     given = llama_arguments(args)
+    use_profile = given.pop("profile", True)
     n_gpu, n_threads = given.pop("n_gpu_layers", None), given.pop("n_threads", None)
     given.pop("n_threads_batch", None)
     settings = Settings(**given)
@@ -68,6 +69,9 @@ def model(args) -> dict:
         report["advice"] = ("it has experts and does not fit: hobbit convert" if experts and short else
                             "it does not fit, and has no routed experts to offload: take a smaller quantization" if short else "it fits as it is")
         return report
+    report["profile"] = None
+    if use_profile:
+        settings, report["profile"] = _load.apply_profile(settings, path, metadata)
     params = _load.make_params(settings, path, need, 0, n_gpu)
     _load.set_load_params(params)
     info = bindings.hobbit_info()
@@ -81,7 +85,7 @@ def model(args) -> dict:
     everything = info.floor_bytes + info.high_bytes
     report.update(sidecar=os.path.join(os.path.dirname(path), metadata.get("hobbit.sidecar", "")), layers=info.n_layers, n_expert=info.n_expert,
                   n_used=info.n_expert_used, high_bytes=info.high_bytes, low_bytes=info.low_bytes, floor_bytes=info.floor_bytes, budget=budget,
-                  t1=settings.t1, t2=settings.t2, policy=settings.policy)
+                  t1=settings.t1, t2=settings.t2, policy=settings.policy, policy_weights=settings.policy_weights, low_fraction=settings.low_fraction)
     if budget is None:
         report["advice"] = "hobbit run --stats says what the GPU had left"
     elif budget < info.floor_bytes:

@@ -271,7 +271,8 @@ HOBBIT_API const char * hobbit_last_error(void); // of the calling thread; "" if
 HOBBIT_API void hobbit_default_params(struct hobbit_params * params);
 HOBBIT_API int  hobbit_check_params(const struct hobbit_params * params);
 
-// Settings for the dual GGUFs that the calling thread loads next; NULL: back to the defaults.
+// Settings for the dual GGUFs that the calling thread loads next; NULL: back to the defaults, with what variables of the
+// environment say (docs/tools.md). Those have no effect on what is set here.
 HOBBIT_API int  hobbit_set_load_params(const struct hobbit_params * params);
 
 // Sizes of a dual GGUF without loading it; n_expert_used <= 0: as the file says. budget_bytes and the sizes in use are 0.

@@ -2,14 +2,21 @@
 
 #include "hobbit.h"
 
+#include "environment.h"
 #include "hobbit-model.h"
 
+#include "llama-impl.h"
 #include "llama-model.h"
 
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <stdexcept>
+#include <vector>
+
+#if !defined(_WIN32)
+extern char ** environ;
+#endif
 
 int hobbit_measure_file(const std::string & path, int n_used_override, hobbit_info & out); // hobbit-model.cpp
 
@@ -129,11 +136,33 @@ std::string check(const hobbit_params & p) {
     return "";
 }
 
+const char * const * variables() {
+#if defined(_WIN32)
+    return _environ;
+#else
+    return environ;
+#endif
+}
+
 } // namespace
 
 const hobbit_params & hobbit_load_params() {
     if (!have_load_params) {
         hobbit_default_params(&load_params);
+        std::vector<std::string> used, unknown;
+        std::string err = hob::from_environment(variables(), load_params, used, unknown);
+        if (err.empty() && !(err = check(load_params)).empty()) {
+            err = "settings of the environment (HOBBIT_...): " + err;
+        }
+        if (!err.empty()) {
+            throw std::runtime_error(err);
+        }
+        for (const std::string & name : unknown) {
+            LLAMA_LOG_WARN("%s: %s has no effect: there is no such setting\n", __func__, name.c_str());
+        }
+        for (const std::string & x : used) {
+            LLAMA_LOG_INFO("%s: %s\n", __func__, x.c_str());
+        }
     }
     return load_params;
 }

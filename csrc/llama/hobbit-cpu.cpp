@@ -123,8 +123,15 @@ void prefetch(const char * from, const char * to) {
     }
 }
 
+// Found by name: the CPU back end may be a module of its own, the one of several that suits this processor.
+const ggml_type_traits_cpu * traits_of(ggml_type type) {
+    using getter = const ggml_type_traits_cpu * (*)(ggml_type);
+    static const getter get = (getter) ggml_backend_reg_get_proc_address(ggml_backend_reg_by_name("CPU"), "ggml_get_type_traits_cpu");
+    return get(type);
+}
+
 void multiply(const operands & o, const job & j, int64_t from, int64_t to, scratch & s) {
-    const ggml_type_traits_cpu * traits = ggml_get_type_traits_cpu(j.bank->type);
+    const ggml_type_traits_cpu * traits = traits_of(j.bank->type);
     const ggml_type x_type = traits->vec_dot_type;
     const int64_t n_in  = j.bank->ne[0];
     const int64_t begin = o.op.down ? j.begin : 0;
@@ -139,7 +146,7 @@ void multiply(const operands & o, const job & j, int64_t from, int64_t to, scrat
         uint8_t * to_row = s.rows.data() + ((size_t) j.copy * o.n_x_rows() + r) * room;
         char & ready = s.ready[(size_t) j.copy * o.n_x_rows() + r];
         if (!ready) {
-            ggml_get_type_traits_cpu(x_type)->from_float(o.x_at(r, n_in) + begin, to_row + ggml_row_size(x_type, begin), n_in - begin);
+            traits_of(x_type)->from_float(o.x_at(r, n_in) + begin, to_row + ggml_row_size(x_type, begin), n_in - begin);
             ready = true;
         }
         return to_row + ggml_row_size(x_type, begin);

@@ -1,5 +1,6 @@
 #include "hobbit-host.h"
 
+#include "free_memory.h"
 #include "loader.h"
 
 #include "ggml-backend.h"
@@ -7,7 +8,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <fstream>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
@@ -18,15 +18,7 @@ uint64_t hobbit_free_memory(ggml_backend_dev_t dev) {
         ggml_backend_dev_memory(dev, &free, &total);
         return free;
     }
-    std::ifstream f("/proc/meminfo");
-    std::string key, unit;
-    uint64_t kib;
-    while (f >> key >> kib >> unit) {
-        if (key == "MemAvailable:") {
-            return kib * 1024;
-        }
-    }
-    return 0;
+    return hob::available_memory();
 }
 
 static constexpr uint64_t HOST_RESERVE = 2ull << 30; // left to the rest of the system

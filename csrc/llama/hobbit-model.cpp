@@ -16,7 +16,7 @@
 #include <stdexcept>
 #include <tuple>
 
-const hobbit_params & hobbit_load_params(); // hobbit-api.cpp
+const hobbit_params & hobbit_load_params(); // hobbit-api.cpp; throws std::runtime_error for a wrong variable of the environment
 
 namespace {
 
@@ -497,7 +497,8 @@ std::vector<hobbit_layer> hobbit_layers_of_file(const std::string & path, int n_
 
 int hobbit_measure_file(const std::string & path, int n_used_override, hobbit_info & out) {
     const hob::model_layout layout = probe(path, n_used_override);
-    const hob::budget b = hob::measure(layout, hobbit_load_params(), hob::records::bytes(layout, hobbit_load_params().policy));
+    const hobbit_params & params = hobbit_load_params();
+    const hob::budget b = hob::measure(layout, params, hob::records::bytes(layout, params.policy));
     out = {};
     out.floor_bytes   = b.floor;
     out.staging_bytes = b.staging;
