@@ -51,7 +51,7 @@ HOBBIT_PRELOAD_OFF = 0
 HOBBIT_PRELOAD_ON = 1
 HOBBIT_PRELOAD_AUTO = 2
 
-# enum { HOBBIT_PREFETCH_AUTO = -1 }
+# enum hobbit_prefetch_layers { HOBBIT_PREFETCH_AUTO = -1 }
 HOBBIT_PREFETCH_AUTO = -1
 
 # enum hobbit_prefetch_copy
