@@ -108,3 +108,65 @@ def drop_caches():
             f.write("3")
     except OSError as e:
         raise CgroupError(f"cannot drop the page cache ({e.strerror}); run as root") from None
+
+
+class ReadLimit:
+    """Everything that the processes of a group read past the page cache from the disk of a file, limited to bytes per second.
+
+    .procs is the file into which a process writes its id to join. CgroupError where that cannot be had.
+    """
+
+    def __init__(self, name, path, rate):
+        controller, root, setting = _io_mount()
+        self.folder = os.path.join(root, name)
+        self.procs = os.path.join(self.folder, "cgroup.procs")
+        device = _disk_of(path)
+        try:
+            if controller == "io":
+                with open(os.path.join(root, "cgroup.subtree_control"), "w") as f:
+                    f.write("+io")
+            os.makedirs(self.folder, exist_ok=True)
+            with open(os.path.join(self.folder, setting), "w") as f:
+                f.write(f"{device} {rate}" if controller == "blkio" else f"{device} rbps={rate}")
+        except OSError as e:
+            self.__exit__()
+            raise CgroupError(f"cannot limit reads of {device} in {self.folder} ({e.strerror}); run as root, "
+                              "where the cgroup file system is writable and the disk is a local one") from None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for _ in range(50):
+            try:
+                return os.rmdir(self.folder)
+            except FileNotFoundError:
+                return None
+            except OSError:
+                time.sleep(0.1)
+        return None
+
+
+def _io_mount():
+    """(controller, folder in which a group can be made, name of the setting)."""
+    v2 = None
+    with open("/proc/mounts") as f:
+        for line in f:
+            _, folder, kind, options = line.split()[:4]
+            if kind == "cgroup" and "blkio" in options.split(","):
+                return "blkio", folder, "blkio.throttle.read_bps_device"
+            v2 = folder if kind == "cgroup2" else v2
+    if v2:
+        return "io", v2, "io.max"
+    raise CgroupError("no cgroup file system with the blkio or io controller is mounted")
+
+
+def _disk_of(path):
+    """MAJOR:MINOR of the whole disk that a file is on."""
+    device = os.stat(path).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    folder = f"/sys/dev/block/{name}"
+    if os.path.exists(os.path.join(folder, "partition")):
+        with open(os.path.join(folder, "..", "dev")) as f:
+            return f.read().strip()
+    return name

@@ -56,7 +56,7 @@ HOBBIT_UNIFIED_OFF = 0
 HOBBIT_UNIFIED_ON = 1
 HOBBIT_UNIFIED_AUTO = 2
 
-# enum { HOBBIT_PREFETCH_AUTO = -1 }
+# enum hobbit_prefetch_layers { HOBBIT_PREFETCH_AUTO = -1 }
 HOBBIT_PREFETCH_AUTO = -1
 
 # enum hobbit_prefetch_copy

@@ -50,8 +50,9 @@ def make_gpt_oss(path, n_expert: int = 8, n_used: int = 4, types="f16") -> Path:
 
 
 def make_deepseek2(path, n_expert: int = 16, n_used: int = 4, *, scale: float = 1.0, weights_norm: bool = False, fused: bool = False,
-                   types="f16") -> Path:
-    """Latent attention in its old form, a dense layer before the others, shared experts."""
+                   v3: bool = False, types="f16") -> Path:
+    """Latent attention in its old form, a dense layer before the others, shared experts. v3: a sigmoid, biased for selection, and the
+    best two of four groups of experts."""
     meta, shapes = base("deepseek2", n_expert, n_used)
     replaced = {"deepseek2.block_count", "deepseek2.attention.key_length", "deepseek2.attention.value_length",
                 "deepseek2.rope.dimension_count", "deepseek2.attention.head_count_kv"}
@@ -63,6 +64,8 @@ def make_deepseek2(path, n_expert: int = 16, n_used: int = 4, *, scale: float = 
              ("deepseek2.attention.value_length", nope, "u32"), ("deepseek2.rope.dimension_count", rope, "u32"),
              ("deepseek2.expert_shared_count", 1, "u32"), ("deepseek2.expert_weights_scale", scale, "f32"),
              ("deepseek2.expert_weights_norm", weights_norm, "bool")]
+    if v3:
+        meta += [("deepseek2.expert_gating_func", 2, "u32"), ("deepseek2.expert_group_count", 4, "u32"), ("deepseek2.expert_group_used_count", 2, "u32")]
     experts = {n: s for n, s in shapes.items() if "ffn" in n}
     shapes = {n: s for n, s in shapes.items() if "blk" not in n}
     for i in range(LAYERS + 1):
@@ -78,6 +81,8 @@ def make_deepseek2(path, n_expert: int = 16, n_used: int = 4, *, scale: float = 
             if name.startswith(f"blk.{i - 1}.") and "norm" not in name:
                 shapes[b + name.split(".", 2)[2]] = shape
         shapes |= {b + "ffn_gate_shexp.weight": (D, FF), b + "ffn_up_shexp.weight": (D, FF), b + "ffn_down_shexp.weight": (FF, D)}
+        if v3:
+            shapes[b + "exp_probs_b.bias"] = (n_expert,)
         if fused:
             del shapes[b + "ffn_gate_exps.weight"], shapes[b + "ffn_up_exps.weight"]
             shapes[b + "ffn_gate_up_exps.weight"] = (D, 2 * FF, n_expert)
@@ -107,6 +112,17 @@ def make_scaled(path, n_expert: int = 8, n_used: int = 2, types="f16") -> Path:
         shapes |= {b + "attn_q_norm.weight": (HEAD_DIM,), b + "attn_k_norm.weight": (HEAD_DIM,)}
         shapes |= {b + f"ffn_{p}_exps.scale": (n_expert,) for p in ("gate", "up", "down")}
     return write(path, "qwen3moe", meta, shapes, types)
+
+
+def fill(path, value: float, which) -> None:
+    """Overwrite the f32 and f16 tensors whose names which() takes with one value."""
+    with Reader(str(path)) as r:
+        tensors = [t for t in r.tensors.values() if which(t.name)]
+    with open(path, "r+b") as f:
+        for t in tensors:
+            kind = {"f32": np.float32, "f16": np.float16}[t.type.name]
+            f.seek(t.offset)
+            f.write(np.full(t.nbytes // kind().itemsize, value, kind).tobytes())
 
 
 def put_nan(path, name: str, row: int = 0) -> None:

@@ -26,7 +26,8 @@ class usefulness {
   public:
     void observe(int ahead, double bytes, bool right);
 
-    // Layers ahead: as many as have, each of them, at most half as many wasted bytes as useful ones.
+    // Layers ahead: as many as waste, each of them, at most an eighth of what is useful. A prefetch can only win the time in which the
+    // storage would be idle, and that is seldom more than a tenth of a step.
     int depth() const;
 
   private:

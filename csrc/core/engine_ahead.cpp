@@ -19,7 +19,7 @@ void usefulness::observe(int ahead, double bytes, bool right) {
 
 int usefulness::depth() const {
     int d = 0;
-    while (d < MAX_AHEAD && sums_[d].right > 0.0 && sums_[d].right >= 2.0 * sums_[d].wrong) {
+    while (d < MAX_AHEAD && sums_[d].right > 0.0 && sums_[d].right >= 8.0 * sums_[d].wrong) {
         d++;
     }
     return d;

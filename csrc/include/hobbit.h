@@ -84,7 +84,9 @@ enum hobbit_unified {
 };
 
 // Prediction of the next layers' experts, for batches of a few tokens: their routers are applied to the running layer's input.
-enum { HOBBIT_PREFETCH_AUTO = -1 }; // as many layers ahead as pay, by what was right and wrong lately
+enum hobbit_prefetch_layers {
+    HOBBIT_PREFETCH_AUTO = -1, // as many layers ahead as pay, by what was right and wrong lately
+};
 
 // Which copies of predicted experts are loaded. None is for one that the rule would skip.
 enum hobbit_prefetch_copy {

@@ -178,8 +178,8 @@ TEST(ahead_depth_follows_what_was_useful) {
     usefulness u;
     CHECK_EQ(u.depth(), 0); // nothing is known
     for (int i = 0; i < 100; ++i) {
-        u.observe(1, 100, i % 4 != 0); // 3 of 4
-        u.observe(2, 100, i % 2 != 0);
+        u.observe(1, 100, i % 10 != 0); // 9 of 10
+        u.observe(2, 100, i % 5 != 0);
         u.observe(3, 100, true);
     }
     CHECK_EQ(u.depth(), 1); // 3 is of no use where 2 does not pay
