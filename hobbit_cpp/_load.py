@@ -73,8 +73,10 @@ def read_metadata(path: str):
     try:
         with Reader(path) as reader:
             return reader, ""
-    except (GGUFError, OSError) as error:
+    except GGUFError as error:
         return None, str(error)
+    except OSError as error:  # one of a read does not name the file
+        return None, f"{path}: {error.strerror}"
 
 
 def check_vocabulary(metadata, path: str) -> None:

@@ -18,8 +18,9 @@ _before_data = ctypes.c_void_p()
 @C.llama_log_callback
 def _callback(level, text, user_data):
     lines = getattr(_here, "lines", None)
-    if level == ERROR and lines is not None:
-        lines.append(text.decode("utf-8", "replace").strip())
+    if lines is not None:
+        if level == ERROR:
+            lines.append(text.decode("utf-8", "replace").strip())
         if not _here.show:
             return
     if _before:
@@ -32,7 +33,7 @@ C.llama_log_set(_callback, None)
 
 @contextlib.contextmanager
 def errors(show):
-    """Gather this thread's error lines in the list that it gives; show: they are logged as well."""
+    """Gather this thread's error lines in the list that it gives. show: everything is logged as ever, else nothing is."""
     outer = getattr(_here, "lines", None), getattr(_here, "show", True)
     _here.lines, _here.show = [], show
     try:

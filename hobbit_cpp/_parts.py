@@ -17,10 +17,11 @@ from .errors import HobbitError
 
 
 class Context(internals.LlamaContext):
-    """The context of a model with offloaded experts: says why a forward pass failed."""
+    """The context of a model with offloaded experts: says why a forward pass failed or was ended."""
 
     engine = None
     hooks = None
+    abort = None
 
     def decode(self, batch):
         self._run("llama_decode", batch)
@@ -31,9 +32,10 @@ class Context(internals.LlamaContext):
     def _run(self, name, batch):
         with _log.errors(show=self.verbose) as lines:
             code = getattr(llama_cpp, name)(self.ctx, batch.batch)
-        error = self.hooks.take_error() if self.hooks else None
-        if error is not None:
-            raise error
+        errors = [source.take_error() for source in (self.hooks, self.abort) if source]
+        for error in errors:
+            if error is not None:
+                raise error
         if code != 0:
             reason = b.hobbit_decode_error(self.engine).decode("utf-8", "replace") if code == -3 else ""
             if reason:

@@ -79,9 +79,10 @@ HOBBIT_EVENT_SKIP = 3
 HOBBIT_EVENT_PREFETCH = 4
 HOBBIT_EVENT_CPU = 5
 
-# struct hobbit *, struct llama_model *: opaque
+# struct hobbit *, struct llama_model *, struct llama_context *: opaque
 hobbit_p = c_void_p
 llama_model_p = c_void_p
+llama_context_p = c_void_p
 
 
 # struct hobbit_params
@@ -240,6 +241,10 @@ class hobbit_hooks(ctypes.Structure):
     ]
 
 
+# typedef int32_t (*hobbit_abort_fn)(void * user);
+hobbit_abort_fn = CFUNCTYPE(c_int32, c_void_p)
+
+
 # --- library ---
 
 
@@ -307,6 +312,11 @@ def hobbit_set_hooks(h, hooks, /): ...
 # HOBBIT_API void hobbit_get_params(struct hobbit * h, struct hobbit_params * params);
 @ctypes_function("hobbit_get_params", [hobbit_p, POINTER(hobbit_params)], None)
 def hobbit_get_params(h, params, /): ...
+
+
+# HOBBIT_API void hobbit_set_abort(struct hobbit * h, struct llama_context * ctx, hobbit_abort_fn ask, void * user);
+@ctypes_function("hobbit_set_abort", [hobbit_p, llama_context_p, hobbit_abort_fn, c_void_p], None)
+def hobbit_set_abort(h, ctx, ask, user, /): ...
 
 
 # HOBBIT_API int hobbit_prefetch(struct hobbit * h, int32_t layer, int32_t expert, int32_t precision);

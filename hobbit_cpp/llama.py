@@ -21,6 +21,7 @@ import llama_cpp
 import numpy as np
 
 from . import _load, _log, _sampling, stats
+from ._abort import Abort
 from ._hooks import Hooks
 from ._parts import CLOSED, Closed, Context, Generation, watch_forks
 from ._turns import Turns
@@ -152,7 +153,8 @@ class Llama(llama_cpp.Llama):
         self._engine = b.hobbit_from_model(self._model.model)
         if self._engine:
             self._ctx.__class__ = Context
-            self._ctx.engine = self._engine
+            self._ctx.engine, self._ctx.abort = self._engine, Abort(self._turns)
+            b.hobbit_set_abort(self._engine, self._ctx.ctx, self._ctx.abort.c, None)
             watch_forks(self)
         if self.verbose and sys.stderr is not None:
             print(stats.one_line(self.offload_stats()), file=sys.stderr)
@@ -300,12 +302,13 @@ class Llama(llama_cpp.Llama):
         return super().create_chat_completion(messages, *args, **kwargs)
 
     def cancel(self):
-        """End the call that another thread is in: it raises Cancelled after the token, or the batch of a prompt, that is being
-        computed. Nothing happens where none runs. The object stays usable."""
+        """End the call that another thread is in: it raises Cancelled, with offloaded experts within a tenth of a second or the
+        operation that is being computed, else after the token or the batch of a prompt. Nothing happens where none runs. The
+        object stays usable."""
         self._turns.stop(Cancelled("the call was cancelled"))
 
     def close(self):
-        """Free the model, after the token or batch that another thread may be computing. Every later call raises RuntimeError."""
+        """Free the model; what another thread may be computing ends as by cancel(). Every later call raises RuntimeError."""
         self._not_in_a_hook("close")
         self._turns.stop(RuntimeError(CLOSED))
         with self._turns.end():
@@ -410,6 +413,14 @@ class Llama(llama_cpp.Llama):
             hooks = Hooks(select, prefetch, event) if select or prefetch or event else None
             b.hobbit_set_hooks(engine, hooks.c if hooks else None)
             self._hooks = self._ctx.hooks = hooks
+
+    def set_abort(self, function):
+        """function() is asked while the model computes or waits for storage, at most twenty times a second: true ends the call, which raises
+        Cancelled; an exception ends it, too, and comes out of it. None: no function. Ctrl-C and cancel() need none."""
+        if function is not None and not callable(function):
+            raise TypeError(f"abort must be a function or None, not {function!r}")
+        with self._offload():
+            self._ctx.abort.function = function
 
     def prefetch(self, layer: int, expert: int, precision: str = "high") -> bool:
         """Ask for a copy to be loaded when the storage is idle. False: it is there, or no slot can be spared."""

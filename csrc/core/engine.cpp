@@ -120,6 +120,7 @@ void engine::begin_graph() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     error_.clear();
     loader_.clear_error();
+    aborted_ = false;
     pass_++;
     graph_t0_ = now_us();
 }
@@ -153,6 +154,20 @@ void engine::fail(const std::string & why) {
     }
 }
 
+bool engine::aborted(bool ask_now) {
+    const int64_t now = now_us();
+    if (aborted_ || !abort_ || (!ask_now && now - asked_us_ < ASK_US)) {
+        return aborted_;
+    }
+    asked_us_ = now;
+    if (abort_(abort_user_)) {
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        aborted_ = true;
+        fail("the forward pass was aborted");
+    }
+    return aborted_;
+}
+
 void engine::event(int kind, int layer, int expert, int copy, int slot) {
     if (hooks_.event) {
         hooks_.event(hooks_.user, kind, layer, expert, copy < 0 ? HOBBIT_SKIP : copy == COPY_HIGH ? HOBBIT_HIGH : HOBBIT_LOW, slot);
@@ -179,6 +194,10 @@ void engine::route(const route_request & req, int wave, const route_result & out
         std::lock_guard<std::recursive_mutex> lock(mutex_);
         hooks  = hooks_;
         handle = handle_;
+    }
+    aborted(hooks.select || hooks.prefetch || hooks.event);
+    {
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
         if (wave == 0) {
             finish_step();
             if (req.first) {
@@ -403,13 +422,12 @@ int engine::find_victim(pool & p, int layer, int copy, bool must) {
     }
     if (s < 0 && must) {
         // everything that is not pinned is being loaded ahead: wait for one of those
-        for (int i = 0; i < p.n_slots() && s < 0; ++i) {
-            if (!p.at(i).free() && p.at(i).pins == 0) {
-                loader_.wait_done(p.at(i).load);
+        for (int i = 0; i < p.n_slots() && s < 0 && !aborted_; ++i) {
+            if (!p.at(i).free() && p.at(i).pins == 0 && loader_.wait_done(p.at(i).load, give_up_)) {
                 s = i;
             }
         }
-        if (s < 0) {
+        if (s < 0 && !aborted_) {
             fail("internal error: no slot for a copy of precision " + std::to_string(copy) + " in layer " + std::to_string(layer_));
         }
     }
@@ -497,7 +515,7 @@ bool engine::wait(int wave, load_part part) {
     bool ok = true;
     for (const expert_plan & p : plans_) {
         if (p.wave == wave && p.slot >= 0) {
-            ok = loader_.wait(pool_of(layer_, p.copy).at(p.slot).load, part) && ok;
+            ok = loader_.wait(pool_of(layer_, p.copy).at(p.slot).load, part, give_up_) && ok;
         }
     }
     std::lock_guard<std::recursive_mutex> lock(mutex_);

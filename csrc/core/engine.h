@@ -105,6 +105,11 @@ class engine {
     void cpu_done();
     void wait_late(int wave, const int32_t * high_in, const int32_t * low_in, int32_t * high, int32_t * low, int n);
 
+    // Whether to end the running graph is asked on the computing thread, every ASK_US at most and before hooks. Set while no
+    // graph runs. aborted() is also for what computes between two route()s.
+    void set_abort(hobbit_abort_fn ask, void * user);
+    bool aborted(bool ask_now = false);
+
     int  prefetch(int layer, int expert, int copy);
     void set_thresholds(float t1, float t2);
     bool learns() const { return records_.learns(); } // what HOBBIT_POLICY_FOLLOW needs
@@ -153,6 +158,8 @@ class engine {
 
     // Ubatches of at least this many tokens are prompt processing: they want nearly every expert once.
     static constexpr int BULK_TOKENS = 32;
+
+    static constexpr int64_t ASK_US = 50000;
 
     void plan(const route_request & req);
     void select(const route_request & req);
@@ -205,6 +212,11 @@ class engine {
     trace trace_;
     hobbit_hooks hooks_ = {};
     hobbit * handle_ = nullptr;
+    hobbit_abort_fn    abort_ = nullptr;
+    void *             abort_user_ = nullptr;
+    int64_t            asked_us_ = 0;
+    bool               aborted_  = false; // the running graph; changed by its thread
+    loader::give_up_fn give_up_ = [this] { return aborted(); };
 
     std::vector<hobbit_stats> stats_; // [layer]
     std::vector<int> n_tokens_of_;    // [layer]: of the last large batch

@@ -41,6 +41,12 @@ void engine::set_hooks(const hobbit_hooks & hooks, hobbit * handle) {
     handle_ = handle;
 }
 
+void engine::set_abort(hobbit_abort_fn ask, void * user) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    abort_      = ask;
+    abort_user_ = user;
+}
+
 hobbit_params engine::params() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     return params_;

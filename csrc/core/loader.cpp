@@ -166,17 +166,26 @@ loader::dropped loader::drop(load_state & state) {
     return sum;
 }
 
-bool loader::wait(load_state & state, load_part part) {
-    if (!state.ready(part)) {
+bool loader::wait(load_state & state, load_part part, const give_up_fn & give_up) {
+    while (!state.ready(part)) {
+        if (give_up && give_up()) { // without the lock: it may take its time
+            return false;
+        }
+        const auto there = [&] { return state.ready(part); };
         std::unique_lock<std::mutex> lock(mutex_);
-        done_.wait(lock, [&] { return state.ready(part); });
+        if (give_up) {
+            done_.wait_for(lock, ASK_EVERY, there);
+        } else {
+            done_.wait(lock, there);
+        }
     }
     return !state.failed.load(std::memory_order_acquire);
 }
 
-void loader::wait_done(load_state & state) {
-    wait(state, PART_EARLY);
-    wait(state, PART_LATE);
+bool loader::wait_done(load_state & state, const give_up_fn & give_up) {
+    wait(state, PART_EARLY, give_up);
+    wait(state, PART_LATE, give_up);
+    return state.done();
 }
 
 std::string loader::error() {

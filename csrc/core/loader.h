@@ -10,8 +10,10 @@
 #include "storage.h"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -84,11 +86,15 @@ class loader {
     struct dropped { uint64_t bytes = 0; uint64_t file = 0; };
     dropped drop(load_state & state);
 
-    // Block until that part of the load has arrived. False if the load failed; error() says why.
-    bool wait(load_state & state, load_part part);
+    // Asked while something is waited for, every ASK_EVERY at least; true ends the waiting.
+    using give_up_fn = std::function<bool()>;
+    static constexpr std::chrono::milliseconds ASK_EVERY{ 50 };
 
-    // Block until the load has stopped touching its slot.
-    void wait_done(load_state & state);
+    // Block until that part of the load has arrived. False if the load failed, and error() says why, or if it was given up.
+    bool wait(load_state & state, load_part part, const give_up_fn & give_up = nullptr);
+
+    // Block until the load has stopped touching its slot. False if it was given up before.
+    bool wait_done(load_state & state, const give_up_fn & give_up = nullptr);
 
     std::string error();
     void clear_error();

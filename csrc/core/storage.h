@@ -39,7 +39,9 @@ class storage {
 };
 
 // Files opened for reading. Direct I/O where asked for and possible: aligned pieces go straight to dst,
-// others through scratch. Throws std::runtime_error if a file cannot be opened.
+// others through scratch. A file that turns out to refuse direct reads is read through the page cache from then on.
+// A file that was written to since it was opened is refused if its first bytes are others than they were: another model's
+// (one that is renamed over it is another file, and does no harm). Throws std::runtime_error if a file cannot be opened.
 std::unique_ptr<storage> open_files(const std::vector<std::string> & paths, bool direct_io);
 
 } // namespace hob

@@ -29,6 +29,7 @@ extern "C" {
 
 struct hobbit;      // the engine of one model: its pools, records, loader threads, statistics
 struct llama_model; // llama.h
+struct llama_context;
 
 // What the rule wants for one (token, rank), and what a copy is.
 enum hobbit_precision {
@@ -262,6 +263,10 @@ struct hobbit_hooks {
     void *             user;
 };
 
+// Asked on the computing thread while a forward pass computes or waits for loads, twenty times a second at most, and before
+// hooks are called. Other than 0: the pass ends.
+typedef int32_t (*hobbit_abort_fn)(void * user);
+
 // --- library ---------------------------------------------------------------------------------
 
 HOBBIT_API uint32_t     hobbit_api_version(void);
@@ -289,6 +294,10 @@ HOBBIT_API int  hobbit_set_thresholds(struct hobbit * h, float t1, float t2);
 HOBBIT_API int  hobbit_set_policy(struct hobbit * h, int32_t policy, const float * weights /* [4], NULL: keep */);
 HOBBIT_API void hobbit_set_hooks(struct hobbit * h, const struct hobbit_hooks * hooks /* NULL: none */);
 HOBBIT_API void hobbit_get_params(struct hobbit * h, struct hobbit_params * params);
+
+// Not while a forward pass runs. NULL: a pass runs to its end. ctx: a context of the model whose graphs are to end between any
+// two operations on the CPU (it sets llama.cpp's abort callback); without it they end at the next layer with offloaded experts.
+HOBBIT_API void hobbit_set_abort(struct hobbit * h, struct llama_context * ctx, hobbit_abort_fn ask, void * user);
 
 // Ask for a copy of an expert to be loaded when the storage is idle, or behind what a GPU's link has to do. 1: queued, 0: nothing to do
 // (already there, being served right now, no slot to spare), < 0: bad arguments.

@@ -254,6 +254,13 @@ void hobbit_set_hooks(struct hobbit * h, const struct hobbit_hooks * hooks) { h-
 
 void hobbit_get_params(struct hobbit * h, struct hobbit_params * params) { *params = h->engine->params(); }
 
+void hobbit_set_abort(struct hobbit * h, struct llama_context * ctx, hobbit_abort_fn ask, void * user) {
+    h->engine->set_abort(ask, user);
+    if (ctx) {
+        llama_set_abort_callback(ctx, ask ? [](void * engine) { return ((hob::engine *) engine)->aborted(); } : (ggml_abort_callback) nullptr, h->engine.get());
+    }
+}
+
 int hobbit_prefetch(struct hobbit * h, int32_t layer, int32_t expert, int32_t precision) {
     if (precision != HOBBIT_LOW && precision != HOBBIT_HIGH) {
         return fail("precision is " + std::to_string(precision) + ": it must be 1 (low) or 2 (high)");

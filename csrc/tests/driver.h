@@ -8,6 +8,7 @@
 //   - every (token, rank) is served in exactly one wave by one copy, or skipped as a whole;
 //   - the copy is at least as good as the most demanding token wants; what wants nothing costs no load;
 //   - an expert is loaded at most once a step, and never while a copy that would do is resident;
+//   - no copy that the running step still needs is given up;
 //   - the counters equal what was seen.
 
 #pragma once
@@ -29,11 +30,12 @@ struct driver {
 
     bool may_fail          = false; // reads fail now and then: graphs may, too
     bool settings_change   = false; // by another thread: the wish of a token is not known
+    int  leave_at          = -1;    // the next layer is left after the route() of this wave, as where a program ends a graph
     std::function<void()> computing; // called where the graph would compute
     std::function<void(int layer)> prefetch; // the prefetch hook
     hob::next_routers * next = nullptr;           // predicts; what it queues may be given up again
 
-    driver(fake_model & model, const hobbit_params & params, std::unique_ptr<hob::host_cache> host = nullptr);
+    driver(fake_model & model, const hobbit_params & params, std::unique_ptr<hob::host_cache> host = nullptr, const hob::budget * budget = nullptr);
 
     void begin();
     // Runs one layer of a ubatch. experts, weights [n_tokens][n_used]
@@ -60,8 +62,10 @@ struct driver {
     std::mutex mutex_; // events may come from a thread that prefetches
     std::map<std::tuple<int, int, int>, int> resident_; // (layer, expert, copy): slot, as the events tell
     std::map<int, served> step_; // of the running layer: expert -> its HIT, LOAD or SKIP
+    std::set<int> computed_;     // of those, the ones whose wave is over
     int  running_ = -1;          // layer
     bool incomplete_ = false;    // something of this graph was not served
+    bool left_       = false;    // it was left
 };
 
 // The rule once more, independent of select.cpp.

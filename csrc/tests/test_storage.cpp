@@ -5,8 +5,10 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <fcntl.h>
 #include <random>
 #include <stdexcept>
+#include <sys/stat.h>
 #include <unistd.h>
 
 using namespace hob;
@@ -97,6 +99,41 @@ TEST(storage_a_file_cut_short_while_open) {
     aligned_buffer scratch(storage::scratch_bytes(8192));
     aligned_buffer to(8192);
     CHECK(s->read(0, 4096, 4096, to.data(), scratch.data()).find("the file ends after") != std::string::npos);
+}
+
+namespace {
+
+// What a program that overwrites a file in place does. The clock of file times may be coarse: the time is set, too.
+void overwrite(const temp_file & f, const std::vector<uint8_t> & bytes, int seconds) {
+    const int fd = open(f.path.c_str(), O_WRONLY);
+    CHECK(fd >= 0 && pwrite(fd, bytes.data(), bytes.size(), 0) == (ssize_t) bytes.size());
+    const timespec times[2] = { { 1000000000 + seconds, 0 }, { 1000000000 + seconds, 0 } };
+    CHECK_EQ(futimens(fd, times), 0);
+    close(fd);
+}
+
+} // namespace
+
+TEST(storage_a_file_overwritten_while_open) {
+    for (bool direct : { false, true }) {
+        const temp_file a(200000);
+        const auto s = open_files({ a.path }, direct);
+        CHECK(reads(*s, a, 0, 100000, 5000, 3));
+        overwrite(a, a.bytes, 1); // with itself, as a copy that is restored
+        CHECK(reads(*s, a, 0, 100000, 5000, 3));
+        std::vector<uint8_t> other = a.bytes;
+        other[500] ^= 1; // the first bytes are another model's
+        overwrite(a, other, 2);
+        aligned_buffer scratch(storage::scratch_bytes(5000)), to(5000);
+        for (int i = 0; i < 2; ++i) {
+            CHECK(s->read(0, 100000, 5000, to.data(), scratch.data()).find("overwritten with another while it was in use") != std::string::npos);
+        }
+        overwrite(a, a.bytes, 3);
+        CHECK(reads(*s, a, 0, 100000, 5000, 3));
+        const temp_file b(200001); // renamed over it: what is open stays what it was
+        CHECK_EQ(rename(b.path.c_str(), a.path.c_str()), 0);
+        CHECK(reads(*s, a, 0, 0, 200000, 0));
+    }
 }
 
 TEST(storage_a_missing_file_is_named) {
