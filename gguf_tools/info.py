@@ -80,7 +80,7 @@ def _table(reader: Reader) -> list[str]:
 
 
 def _model(reader: Reader) -> list[str]:
-    arch = reader.get("general.architecture", "?")
+    arch = reader.get("general.architecture", "?", str)
     lines = [f"architecture   {arch}" + (f" ({reader.get('general.name')})" if reader.get("general.name") else "")]
     for label, key in (("layers", "block_count"), ("experts", "expert_count"), ("used", "expert_used_count")):
         value = reader.get(f"{arch}.{key}", kind=int)
@@ -146,7 +146,7 @@ def _link_state(reader: Reader) -> list[str]:
 def describe(path: str) -> str:
     """The text that the command prints. Raises GGUFError if the file, or its sidecar, is not usable."""
     with Reader(path) as reader:
-        kind = reader.get("hobbit.role")
+        kind = reader.get("hobbit.role", None, str)
         if kind is None:
             return "\n".join([f"{path}: a GGUF model", *_plain(reader)])
         if kind == "experts":
@@ -186,7 +186,7 @@ def summary(path: str) -> dict:
 
 
 def _summary(reader: Reader) -> dict:
-    arch = reader.get("general.architecture")
+    arch = reader.get("general.architecture", None, str)
     kind = {None: "model", "main": "main", "experts": "sidecar"}[reader.get("hobbit.role")]
     report = {"path": reader.path, "kind": kind, "architecture": arch, "name": reader.get("general.name"), "layers": reader.get(f"{arch}.block_count"),
               "experts": reader.get(f"{arch}.expert_count"), "used": reader.get(f"{arch}.expert_used_count"), "files": len(reader.files),

@@ -30,7 +30,7 @@ def common_arguments(args) -> dict:
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise ValueError(f"--{name} must be at least {least}, not {getattr(args, name)}")
     own = dict.fromkeys(("t1", "t2", "skip_mass", "cache", "policy", "low_fraction", "host_copies", "miss"))  # what is compared is set for each setting
-    return llama_arguments(argparse.Namespace(**{**vars(args), **own, "no_direct_io": False, "no_profile": False}))
+    return llama_arguments(argparse.Namespace(**{**vars(args), **own, "no_direct_io": False, "no_profile": False, "verify": False}))
 
 
 def say(text: str) -> None:

@@ -10,12 +10,14 @@ import warnings
 from . import bindings as b  # before llama_cpp: it makes llama_cpp use our libraries
 
 import llama_cpp
+from gguf_tools import ggml
 from gguf_tools.errors import GGUFError
 from gguf_tools.reader import Reader
 
 from . import memory, model_memory
 from .profiles import read_profile
 from .settings import DEFAULTS, Settings, check_int
+from .verify import sidecar_name
 
 # {name: default} of llama_cpp.Llama's arguments
 BASE_ARGUMENTS = {
@@ -67,13 +69,34 @@ def check_chat_format(name, metadata) -> None:
         raise ValueError(f"chat_format {name!r} is not known" + (f"; is {near[0]!r} meant?" if near else f"; there are {', '.join(sorted(known))}"))
 
 
-def read_metadata(path: str):
-    """(a Reader whose file is closed again, ""), or (None, what is wrong): llama.cpp has the last word on that."""
+def read_metadata(path: str) -> Reader:
+    """A Reader whose file is closed again. Everything about a file's structure is checked here: llama.cpp's own reader trusts
+    more of it. Raises GGUFError, which is a ValueError."""
     try:
         with Reader(path) as reader:
-            return reader, ""
-    except (GGUFError, OSError) as error:
-        return None, str(error)
+            return reader
+    except OSError as error:
+        raise GGUFError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def check_sidecar(path: str, metadata: Reader) -> str:
+    """Path of the sidecar, whose structure is sound; what it holds is checked by csrc/llama/hobbit-sidecar.cpp."""
+    sidecar = os.path.join(os.path.dirname(path), sidecar_name(metadata))
+    read_metadata(sidecar)
+    return sidecar
+
+
+def check_types(metadata: Reader, path: str, n_gpu_layers) -> None:
+    """ggml ends the process where it has no product or sum for a type."""
+    for t in metadata.tensors.values():
+        one = len(t.shape) == 1 or not t.name.endswith(".weight")  # added or multiplied, element by element
+        names = ("f32", "f16", "bf16") if n_gpu_layers else ("f32",)
+        if t.name.endswith("tid2eid.weight"):  # a table of numbers of experts
+            good = t.type.name == "i32"
+        else:
+            good = t.type.name in names or (not one and ggml.can_dequantize(t.type))
+        if not good:
+            raise ValueError(f"{path} is damaged, or of an unknown kind: {t.name} {list(t.shape)} is {t.type.name}, with which it cannot be computed")
 
 
 def check_vocabulary(metadata, path: str) -> None:

@@ -7,7 +7,7 @@ every line stays of the form NAME = "value" (or a whole number).
 __version__ = "0.1.0"
 
 # Must equal HOBBIT_API_VERSION in csrc/include/hobbit.h; compared with the library at import.
-HOBBIT_API_VERSION = 4
+HOBBIT_API_VERSION = 5
 
 # llama.cpp comes from this source distribution of llama-cpp-python, whose bindings are used as well.
 LLAMA_CPP_PYTHON_VERSION = "0.3.36"

@@ -15,8 +15,8 @@ from llama_cpp._ctypes_extensions import ctypes_function_for_shared_library  # n
 
 ctypes_function = ctypes_function_for_shared_library(_lib)
 
-# #define HOBBIT_API_VERSION 4
-HOBBIT_API_VERSION = 4
+# #define HOBBIT_API_VERSION 5
+HOBBIT_API_VERSION = 5
 
 # enum hobbit_precision
 HOBBIT_SKIP = 0
@@ -94,7 +94,7 @@ class hobbit_params(ctypes.Structure):
         ("cpu_speed", c_double),
         ("host_bytes", c_uint64),
         ("skip_mass", c_float),
-        ("reserved", c_int32),
+        ("verify", c_int32),
     ]
 
 

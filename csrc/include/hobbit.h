@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define HOBBIT_API_VERSION 4
+#define HOBBIT_API_VERSION 5
 
 struct hobbit;      // the engine of one model: its pools, records, loader threads, statistics
 struct llama_model; // llama.h
@@ -107,7 +107,7 @@ struct hobbit_params {
     uint64_t host_bytes;        // HOBBIT_HOST_SOME: memory for copies, beside cache_bytes
     float    skip_mass;         // share of a token's gate weights in a layer that may be skipped, the lightest; what else
                                 // is beyond t2 and missing is loaded low; >= 1: no bound
-    int32_t  reserved;
+    int32_t  verify;            // 1: compare what is read from the files with their checksums; a difference fails the forward pass
 };
 
 // What was set up. Sizes in bytes.

@@ -86,6 +86,9 @@ std::string check(const hobbit_params & p) {
     if (p.preload < HOBBIT_PRELOAD_OFF || p.preload > HOBBIT_PRELOAD_AUTO) {
         return "preload is " + std::to_string(p.preload) + ": known are 0 (off), 1 (on), 2 (auto)";
     }
+    if (p.verify != 0 && p.verify != 1) {
+        return "verify is " + std::to_string(p.verify) + ": known are 0 (off), 1 (on)";
+    }
     if (p.cpu_batch < 1 || p.cpu_batch > 512) {
         return "cpu_batch is " + std::to_string(p.cpu_batch) + ": it must be 1 to 512";
     }
