@@ -154,8 +154,8 @@ def describe(path: str) -> str:
         if kind != "main":
             raise GGUFError(f"{path} has the unknown hobbit.role '{kind}'")
         name, pair = reader.get("hobbit.sidecar", "", str), reader.get("hobbit.pair_id", "", str)
-        if not name or os.path.basename(name) != name:
-            raise GGUFError(f"{path} is damaged: hobbit.sidecar is '{name}', not the name of a file beside it")
+        if not name or os.path.basename(name) != name or len(name.encode()) > 255:
+            raise GGUFError(f"{path} is damaged: hobbit.sidecar is {name[:80]!r}, not the name of a file beside it")
         other = os.path.join(os.path.dirname(path), name)
         if not os.path.exists(other):
             raise GGUFError(f"{path} is the main file of a dual GGUF, but its sidecar {other} is missing")

@@ -34,6 +34,7 @@ _SCALARS = {
 _CHUNK = 1 << 20
 MAX_HEADER = 1 << 28     # bytes; real headers have some megabytes
 MAX_ARRAY = 1 << 24      # elements of a metadata array; vocabularies have some 100 000
+MAX_NAME = 63            # bytes; GGML_MAX_NAME - 1: llama.cpp refuses longer names of tensors
 MAX_COUNT = 1 << 20      # tensors, metadata keys
 # what get() gives for a type
 _PYTHON = {V.STRING: str, V.BOOL: bool, V.ARRAY: list, V.FLOAT32: float, V.FLOAT64: float}
@@ -204,8 +205,8 @@ class File:
             key = header.name(f"metadata key {i}")
             start = header.at
             header.skip_value(header.number("<I", key), key)
-            if not key:
-                raise GGUFError(f"{self.path} is damaged: metadata key {i} is empty")
+            if not key or "\0" in key:
+                raise GGUFError(f"{self.path} is damaged: metadata key {i} is " + (repr(key[:80]) if key else "empty"))
             if key in fields:
                 raise GGUFError(f"{self.path} is damaged: the metadata key {key} is there twice")
             fields[key] = Field(bytes(header.buffer[start:header.at]))
@@ -231,6 +232,10 @@ class File:
         infos = []
         for i in range(n):
             name = header.name(f"the name of tensor {i}")
+            if not name or "\0" in name:
+                raise GGUFError(f"{self.path} is damaged: the name of tensor {i} is {name!r}")
+            if len(name.encode()) > MAX_NAME:
+                raise GGUFError(f"{self.path}: the name of tensor {i}, {name[:80]!r}, is longer than {MAX_NAME} bytes")
             n_dims = header.number("<I", name)
             if not 1 <= n_dims <= 4:
                 raise GGUFError(f"{self.path}: tensor {name} has {n_dims} dimensions; 1 to 4 are possible")

@@ -35,8 +35,7 @@ from gguf import GGUFValueType as V
 
 from . import ggml
 from .errors import GGUFError
-
-MAX_NAME = 63  # GGML_MAX_NAME - 1: llama.cpp refuses longer tensor names
+from .reader import MAX_NAME
 
 _VALUE_TYPES = {
     "u8": V.UINT8, "i8": V.INT8, "u16": V.UINT16, "i16": V.INT16, "u32": V.UINT32, "i32": V.INT32,

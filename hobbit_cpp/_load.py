@@ -115,7 +115,7 @@ def check_used_experts(overrides, metadata) -> int:
     arch = metadata.get("general.architecture")
     n_expert = metadata.get(f"{arch}.expert_count")
     n_used = 0
-    if not n_expert:
+    if not isinstance(n_expert, int) or n_expert < 1:
         return 0
     for key, value in (overrides or {}).items():
         if key.endswith(".expert_used_count"):
@@ -132,10 +132,13 @@ def need_of(metadata, path: str, arguments: dict, n_used: int) -> model_memory.N
         return BASE_ARGUMENTS[name] if value is None else value
 
     n_ctx = check_int("n_ctx", use("n_ctx"), 0, 2**31 - 1)
-    return model_memory.estimate(
-        metadata, resident_bytes=os.path.getsize(path), n_ctx=n_ctx, n_batch=use("n_batch"), n_ubatch=use("n_ubatch"), n_used=n_used,
-        type_k=arguments.get("type_k"), type_v=arguments.get("type_v"), flash_attn=bool(use("flash_attn")),
-        logits_all=bool(use("logits_all") or arguments.get("draft_model") is not None))
+    try:
+        return model_memory.estimate(
+            metadata, resident_bytes=os.path.getsize(path), n_ctx=n_ctx, n_batch=use("n_batch"), n_ubatch=use("n_ubatch"), n_used=n_used,
+            type_k=arguments.get("type_k"), type_v=arguments.get("type_v"), flash_attn=bool(use("flash_attn")),
+            logits_all=bool(use("logits_all") or arguments.get("draft_model") is not None))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def check_context(need: model_memory.Need, arguments: dict) -> None:
@@ -198,5 +201,5 @@ def set_load_params(params) -> None:
 
 def last_error(path: str) -> str:
     """The library's reason for a failed load, with the file's name; "" if it has none."""
-    reason = b.hobbit_last_error().decode("utf-8", "replace")
+    reason = " ".join(b.hobbit_last_error().decode("utf-8", "replace").split())
     return reason if not reason or os.path.basename(path) in reason else f"{path}: {reason}"

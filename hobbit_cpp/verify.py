@@ -63,8 +63,8 @@ def verify_main(path: str) -> None:
 
 def sidecar_name(reader: Reader) -> str:
     name = reader.get("hobbit.sidecar", "", str)
-    if not name or os.path.basename(name) != name or "\0" in name or "\\" in name:
-        raise GGUFError(f"{reader.path} is damaged: hobbit.sidecar is {name!r}, not the name of a file beside it")
+    if not name or os.path.basename(name) != name or "\0" in name or "\\" in name or len(name.encode()) > 255:
+        raise GGUFError(f"{reader.path} is damaged: hobbit.sidecar is {name[:80]!r}, not the name of a file beside it")
     return name
 
 

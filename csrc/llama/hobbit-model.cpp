@@ -201,8 +201,8 @@ std::string sidecar_path(const std::string & main_path, const gguf_context * mai
     if (gguf_get_val_u32(main_meta, version) != 1) {
         throw std::runtime_error(main_path + ": format version " + std::to_string(gguf_get_val_u32(main_meta, version)) + " is unknown to this build (it reads 1)");
     }
-    if (name.find('/') != std::string::npos || name.find('\\') != std::string::npos) {
-        throw std::runtime_error(main_path + ": hobbit.sidecar must be a file name without a folder, found \"" + name + "\"");
+    if (name.find('/') != std::string::npos || name.find('\\') != std::string::npos || name.size() > 255) {
+        throw std::runtime_error(main_path + ": hobbit.sidecar must be a file name without a folder, found \"" + name.substr(0, 80) + "\"");
     }
     return folder_of(main_path) + name;
 }
