@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Iterable
 
 from . import ggml
-from .errors import GGUFError
+from .errors import GGUFError, printable
 from .reader import Reader
 
 _EXPERT = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down|gate_up)_(?:ch)?exps\.weight(\.high|\.low)?$")
@@ -143,14 +143,18 @@ def _link_state(reader: Reader) -> list[str]:
     return lines
 
 
+def _lines(lines: Iterable[str]) -> str:
+    return "\n".join(map(printable, lines))
+
+
 def describe(path: str) -> str:
     """The text that the command prints. Raises GGUFError if the file, or its sidecar, is not usable."""
     with Reader(path) as reader:
         kind = reader.get("hobbit.role", None, str)
         if kind is None:
-            return "\n".join([f"{path}: a GGUF model", *_plain(reader)])
+            return _lines([f"{path}: a GGUF model", *_plain(reader)])
         if kind == "experts":
-            return "\n".join([f"{path}: sidecar of a dual GGUF (all routed experts, twice)", *_sidecar(reader)])
+            return _lines([f"{path}: sidecar of a dual GGUF (all routed experts, twice)", *_sidecar(reader)])
         if kind != "main":
             raise GGUFError(f"{path} has the unknown hobbit.role '{kind}'")
         name, pair = reader.get("hobbit.sidecar", "", str), reader.get("hobbit.pair_id", "", str)
@@ -171,7 +175,7 @@ def describe(path: str) -> str:
             lines = [f"{path}: main file of a dual GGUF", *_model(reader), *_table(reader),
                      f"sidecar        {other}: a pair (id {pair[:16]}...)", *_sidecar(sidecar),
                      f"routed experts (high copies) are {100 * high / max(main + high, 1):.1f} % of the model's bytes"]
-            return "\n".join(lines)
+            return _lines(lines)
 
 
 def summary(path: str) -> dict:

@@ -7,12 +7,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from gguf_tools import ggml
+from gguf_tools.errors import printable
 from gguf_tools.ggml import TypeInfo
 from gguf_tools.reader import Reader, Tensor
 
 
 class ConvertError(ValueError):
     """Why a model cannot be converted, in one sentence."""
+
+    def __init__(self, text: str):
+        super().__init__(printable(text))
 
 
 # docs/format.md

@@ -11,7 +11,7 @@ from . import bindings as b  # before llama_cpp: it makes llama_cpp use our libr
 
 import llama_cpp
 from gguf_tools import ggml
-from gguf_tools.errors import GGUFError
+from gguf_tools.errors import GGUFError, printable
 from gguf_tools.reader import Reader
 
 from . import memory, model_memory
@@ -201,5 +201,5 @@ def set_load_params(params) -> None:
 
 def last_error(path: str) -> str:
     """The library's reason for a failed load, with the file's name; "" if it has none."""
-    reason = " ".join(b.hobbit_last_error().decode("utf-8", "replace").split())
+    reason = printable(" ".join(b.hobbit_last_error().decode("utf-8", "replace").split()))
     return reason if not reason or os.path.basename(path) in reason else f"{path}: {reason}"
