@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Iterable
 
 from . import ggml
-from .errors import GGUFError
+from .errors import GGUFError, printable
 from .reader import Reader
 
 _EXPERT = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down|gate_up)_(?:ch)?exps\.weight(\.high|\.low)?$")
@@ -80,7 +80,7 @@ def _table(reader: Reader) -> list[str]:
 
 
 def _model(reader: Reader) -> list[str]:
-    arch = reader.get("general.architecture", "?")
+    arch = reader.get("general.architecture", "?", str)
     lines = [f"architecture   {arch}" + (f" ({reader.get('general.name')})" if reader.get("general.name") else "")]
     for label, key in (("layers", "block_count"), ("experts", "expert_count"), ("used", "expert_used_count")):
         value = reader.get(f"{arch}.{key}", kind=int)
@@ -143,19 +143,23 @@ def _link_state(reader: Reader) -> list[str]:
     return lines
 
 
+def _lines(lines: Iterable[str]) -> str:
+    return "\n".join(map(printable, lines))
+
+
 def describe(path: str) -> str:
     """The text that the command prints. Raises GGUFError if the file, or its sidecar, is not usable."""
     with Reader(path) as reader:
-        kind = reader.get("hobbit.role")
+        kind = reader.get("hobbit.role", None, str)
         if kind is None:
-            return "\n".join([f"{path}: a GGUF model", *_plain(reader)])
+            return _lines([f"{path}: a GGUF model", *_plain(reader)])
         if kind == "experts":
-            return "\n".join([f"{path}: sidecar of a dual GGUF (all routed experts, twice)", *_sidecar(reader)])
+            return _lines([f"{path}: sidecar of a dual GGUF (all routed experts, twice)", *_sidecar(reader)])
         if kind != "main":
             raise GGUFError(f"{path} has the unknown hobbit.role '{kind}'")
         name, pair = reader.get("hobbit.sidecar", "", str), reader.get("hobbit.pair_id", "", str)
-        if not name or os.path.basename(name) != name:
-            raise GGUFError(f"{path} is damaged: hobbit.sidecar is '{name}', not the name of a file beside it")
+        if not name or os.path.basename(name) != name or len(name.encode()) > 255:
+            raise GGUFError(f"{path} is damaged: hobbit.sidecar is {name[:80]!r}, not the name of a file beside it")
         other = os.path.join(os.path.dirname(path), name)
         if not os.path.exists(other):
             raise GGUFError(f"{path} is the main file of a dual GGUF, but its sidecar {other} is missing")
@@ -171,7 +175,7 @@ def describe(path: str) -> str:
             lines = [f"{path}: main file of a dual GGUF", *_model(reader), *_table(reader),
                      f"sidecar        {other}: a pair (id {pair[:16]}...)", *_sidecar(sidecar),
                      f"routed experts (high copies) are {100 * high / max(main + high, 1):.1f} % of the model's bytes"]
-            return "\n".join(lines)
+            return _lines(lines)
 
 
 def summary(path: str) -> dict:
@@ -186,7 +190,7 @@ def summary(path: str) -> dict:
 
 
 def _summary(reader: Reader) -> dict:
-    arch = reader.get("general.architecture")
+    arch = reader.get("general.architecture", None, str)
     kind = {None: "model", "main": "main", "experts": "sidecar"}[reader.get("hobbit.role")]
     report = {"path": reader.path, "kind": kind, "architecture": arch, "name": reader.get("general.name"), "layers": reader.get(f"{arch}.block_count"),
               "experts": reader.get(f"{arch}.expert_count"), "used": reader.get(f"{arch}.expert_used_count"), "files": len(reader.files),

@@ -32,7 +32,12 @@ _SCALARS = {
     V.FLOAT32: "<f4", V.BOOL: "|b1", V.UINT64: "<u8", V.INT64: "<i8", V.FLOAT64: "<f8",
 }
 _CHUNK = 1 << 20
-MAX_HEADER = 1 << 30  # llama.cpp's own limit for one string; real headers have some megabytes
+MAX_HEADER = 1 << 28     # bytes; real headers have some megabytes
+MAX_ARRAY = 1 << 24      # elements of a metadata array; vocabularies have some 100 000
+MAX_NAME = 63            # bytes; GGML_MAX_NAME - 1: llama.cpp refuses longer names of tensors
+MAX_COUNT = 1 << 20      # tensors, metadata keys
+# what get() gives for a type
+_PYTHON = {V.STRING: str, V.BOOL: bool, V.ARRAY: list, V.FLOAT32: float, V.FLOAT64: float}
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,8 @@ class _Header:
         elif kind == V.ARRAY and not nested:
             item = self.number("<I", what)
             n = self.number("<Q", what)
+            if MAX_ARRAY < n <= self.size:
+                raise GGUFError(f"{self.path} is damaged: {what} is an array of {n} elements, more than any model has")
             if item in _SCALARS:
                 self.take(n * np.dtype(_SCALARS[item]).itemsize, what)
             elif item == V.STRING:
@@ -149,6 +156,7 @@ class File:
 
     def __init__(self, path: str, index: int):
         self.path = path
+        self._value_at: dict[str, int] = {}
         self.fd = open_regular(path)
         try:
             self.size = os.fstat(self.fd).st_size
@@ -156,6 +164,9 @@ class File:
             self._magic(header)
             n_tensors = header.number("<Q", "the tensor count")
             n_fields = header.number("<Q", "the metadata count")
+            for n, what in ((n_tensors, "tensors"), (n_fields, "metadata keys")):
+                if n > MAX_COUNT:
+                    raise GGUFError(f"{path} is damaged: it says that it has {n} {what}, more than any model has")
             self.fields = self._fields(header, n_fields)
             self.alignment = self._alignment()
             infos = self._infos(header, n_tensors)
@@ -194,12 +205,17 @@ class File:
             key = header.name(f"metadata key {i}")
             start = header.at
             header.skip_value(header.number("<I", key), key)
-            if not key:
-                raise GGUFError(f"{self.path} is damaged: metadata key {i} is empty")
+            if not key or "\0" in key:
+                raise GGUFError(f"{self.path} is damaged: metadata key {i} is " + (repr(key[:80]) if key else "empty"))
             if key in fields:
                 raise GGUFError(f"{self.path} is damaged: the metadata key {key} is there twice")
             fields[key] = Field(bytes(header.buffer[start:header.at]))
+            self._value_at[key] = start + 4
         return fields
+
+    def value_at(self, key: str) -> int:
+        """Offset in the file of a metadata value, behind its type."""
+        return self._value_at[key]
 
     def _alignment(self) -> int:
         field = self.fields.get("general.alignment")
@@ -216,6 +232,10 @@ class File:
         infos = []
         for i in range(n):
             name = header.name(f"the name of tensor {i}")
+            if not name or "\0" in name:
+                raise GGUFError(f"{self.path} is damaged: the name of tensor {i} is {name!r}")
+            if len(name.encode()) > MAX_NAME:
+                raise GGUFError(f"{self.path}: the name of tensor {i}, {name[:80]!r}, is longer than {MAX_NAME} bytes")
             n_dims = header.number("<I", name)
             if not 1 <= n_dims <= 4:
                 raise GGUFError(f"{self.path}: tensor {name} has {n_dims} dimensions; 1 to 4 are possible")
@@ -328,10 +348,9 @@ class Reader:
         field = self.fields.get(key)
         if field is None:
             return default
-        value = field.value()
-        if kind is not None and type(value) is not kind:
+        if kind is not None and _PYTHON.get(field.kind, int) is not kind:
             raise GGUFError(f"{self.path}: {key} is of type {field.kind.name.lower()}, not {kind.__name__}")
-        return value
+        return field.value()
 
     def read(self, tensor: Tensor, offset: int = 0, nbytes: int | None = None) -> bytearray:
         """Bytes of a tensor from an offset in it. Thread-safe; raises GGUFError if the file was cut meanwhile."""

@@ -21,6 +21,7 @@ Header, metadata and tensor infos are laid out by gguf.GGUFWriter.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -34,8 +35,7 @@ from gguf import GGUFValueType as V
 
 from . import ggml
 from .errors import GGUFError
-
-MAX_NAME = 63  # GGML_MAX_NAME - 1: llama.cpp refuses longer tensor names
+from .reader import MAX_NAME
 
 _VALUE_TYPES = {
     "u8": V.UINT8, "i8": V.INT8, "u16": V.UINT16, "i16": V.INT16, "u32": V.UINT32, "i32": V.INT32,
@@ -87,9 +87,11 @@ class StreamWriter:
         folder, name = os.path.split(self.path)
         self.temporary = os.path.join(folder, f".{name}.tmp")
         self.data_offset = 0                       # of the tensor data in the file, once begin_data() was called
+        self._reserved: dict[str, int] = {}        # key -> offset of its value in the file
         self._tensors: dict[str, list[int]] = {}   # name -> [offset in the data, bytes, bytes written]
         self._data_size = 0
         self._fd = -1
+        self.published = False                     # has the file its final name?
         self._state = "new"  # new -> header -> data -> sealed -> done
         self._lock = threading.Lock()
         self._old_sigterm = None
@@ -144,17 +146,16 @@ class StreamWriter:
             self.seal()
         self._check_free()
         os.replace(self.temporary, self.path)
+        self.published = True
         self._state = "done"
         self._close()
-        if not sync:
-            return
-        folder = os.open(os.path.dirname(self.path) or ".", os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        except OSError:
-            pass  # some file systems cannot sync a folder; the file itself is synced
-        finally:
-            os.close(folder)
+        if sync:
+            with contextlib.suppress(OSError):  # some file systems cannot sync a folder; the file itself is synced
+                folder = os.open(os.path.dirname(self.path) or ".", os.O_RDONLY)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
 
     def discard(self) -> None:
         """Remove the file. Does nothing after publish()."""
@@ -188,6 +189,11 @@ class StreamWriter:
             raise GGUFError(f"{key}: a value does not fit the type {kind.name.lower()}") from None
         head = struct.pack("<IIQ", V.ARRAY, kind, len(items)) if is_array else struct.pack("<I", kind)
         self._set(key, head + packed)
+
+    def reserve(self, key: str, n: int | None = None) -> None:
+        """Add an array of n u32, or one u32, whose value fill() gives when the data is known."""
+        self.add(key, 0 if n is None else np.zeros(n, np.uint32), "u32")
+        self._reserved[key] = -1
 
     def copy_metadata(self, reader, drop: tuple[str, ...] = ()) -> None:
         """Copy all metadata of a Reader byte for byte, but keys that start with one of `drop`.
@@ -230,9 +236,23 @@ class StreamWriter:
         header = os.fstat(self._fd).st_size
         self.data_offset = -(-header // self.alignment) * self.alignment
         os.ftruncate(self._fd, self.data_offset + self._data_size)
+        self._locate_reserved()
         self._state = "data"
 
     # --- data ---
+
+    def fill(self, key: str, value) -> None:
+        """The value of a reserved key: an integer, or as many as were reserved."""
+        self._in("data")
+        os.pwrite(self._fd, np.atleast_1d(np.asarray(value, "<u4")).tobytes(), self._reserved[key])
+
+    def header(self) -> bytes:
+        """What lies before the tensor data, as it is in the file now."""
+        self._in("data")
+        return os.pread(self._fd, self.data_offset, 0)
+
+    def reserved_at(self, key: str) -> int:
+        return self._reserved[key]
 
     @property
     def data_size(self) -> int:
@@ -267,6 +287,15 @@ class StreamWriter:
 
     def _set(self, key: str, packed: bytes) -> None:
         self._gguf.kv_data[0][key] = gguf.gguf_writer.GGUFValue(_Raw(packed), V.UINT8)
+
+    def _locate_reserved(self) -> None:
+        at = 24  # magic, version, counts
+        for key, value in self._gguf.kv_data[0].items():
+            packed = self._gguf._pack_val(value.value, value.type, add_vtype=True, sub_type=value.sub_type)
+            at += 8 + len(key.encode())
+            if key in self._reserved:
+                self._reserved[key] = at + (16 if packed[:4] == struct.pack("<I", V.ARRAY) else 4)
+            at += len(packed)
 
     def _check_free(self) -> None:
         if os.path.isdir(self.path):

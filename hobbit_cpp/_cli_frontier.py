@@ -31,7 +31,7 @@ def common_arguments(args) -> dict:
             raise ValueError(f"--{name} must be at least {least}, not {getattr(args, name)}")
     own = dict.fromkeys(("t1", "t2", "skip_mass", "cache", "policy", "low_fraction", "host_copies", "unified_memory", "miss",
                          "prefetch", "prefetch_copy", "prefetch_ranks", "lean"))  # what is compared is set for each setting
-    return llama_arguments(argparse.Namespace(**{**vars(args), **own, "no_direct_io": False, "no_profile": False, "no_prompt_prefetch": False}))
+    return llama_arguments(argparse.Namespace(**{**vars(args), **own, "no_direct_io": False, "no_profile": False, "no_prompt_prefetch": False, "verify": False}))
 
 
 def say(text: str) -> None:

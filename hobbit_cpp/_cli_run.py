@@ -26,9 +26,9 @@ def context_of(args) -> int:
     from . import _load
 
     if args.ctx is None:
-        metadata, _ = _load.read_metadata(_load.check_path(args.model))
-        arch = metadata.get("general.architecture") if metadata else None
-        return min(4096, (metadata.get(f"{arch}.context_length") if metadata else None) or 4096)
+        metadata = _load.read_metadata(_load.check_path(args.model))
+        arch = metadata.get("general.architecture")
+        return min(4096, metadata.get(f"{arch}.context_length", 4096, int) or 4096)
     if args.ctx < 1:
         raise ValueError(f"--ctx must be at least 1, not {args.ctx}")
     return args.ctx

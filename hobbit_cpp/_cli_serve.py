@@ -77,8 +77,8 @@ def load(s):
     if s.pooling and not s.embedding:
         raise ValueError("--pooling is for embeddings: give --embedding, too")
     if s.embedding:
-        metadata, _ = _load.read_metadata(_load.check_path(s.model))
-        own = metadata and metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
+        metadata = _load.read_metadata(_load.check_path(s.model))
+        own = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
         if s.pooling or not own:  # without pooling there is a vector for every token
             more["pooling_type"] = POOLING[s.pooling or "mean"]
     return open_model(s, **more)

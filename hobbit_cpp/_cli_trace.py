@@ -65,7 +65,7 @@ def trace(args) -> int:
     with open(args.text, "rb") as f:
         text = f.read()
     vars(args).update(ctx=args.window, verbose=False, t1=1.0, t2=None, skip_mass=None, policy=None, low_fraction=None, io_threads=None, no_direct_io=False, no_profile=True,
-                      host_copies=None, unified_memory=None, miss=None, prefetch=None, prefetch_copy=None, prefetch_ranks=None, no_prompt_prefetch=False, lean=None)
+                      verify=False, host_copies=None, unified_memory=None, miss=None, prefetch=None, prefetch_copy=None, prefetch_ranks=None, no_prompt_prefetch=False, lean=None)
     # logits of all tokens: the last layer leaves out those that give none
     with open_model(args, n_batch=BATCH, n_ubatch=BATCH, logits_all=True) as llm:
         windows = cut(llm.tokenize(text, add_bos=False), begin_of(llm), args.window, args.tokens)

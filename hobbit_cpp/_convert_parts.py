@@ -74,6 +74,12 @@ class PartsWriter:
         for w in self.writers if key in IN_ALL else self.writers[:1]:
             w.add(key, value, vtype)
 
+    def reserve(self, key: str, n: int | None = None) -> None:
+        self.writers[0].reserve(key, n)
+
+    def fill(self, key: str, value) -> None:
+        self.writers[0].fill(key, value)
+
     def add_tensor(self, name: str, shape, ggml_type) -> None:
         self._of[name].add_tensor(name, shape, ggml_type)
 

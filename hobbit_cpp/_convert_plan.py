@@ -7,12 +7,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from gguf_tools import ggml
+from gguf_tools.errors import printable
 from gguf_tools.ggml import TypeInfo
 from gguf_tools.reader import Reader, Tensor
 
 
 class ConvertError(ValueError):
     """Why a model cannot be converted, in one sentence."""
+
+    def __init__(self, text: str):
+        super().__init__(printable(text))
 
 
 # docs/format.md
@@ -107,11 +111,11 @@ def parse_high(high: str, has_imatrix: bool) -> tuple[str, TypeInfo | None]:
 def check_source(reader: Reader) -> None:
     """Raises ConvertError if the file is not a model whose routed experts could be split off."""
     path = reader.path
-    role = reader.get("hobbit.role")
+    role = reader.get("hobbit.role", kind=str)
     if role is not None:
         what = "the main file" if role == "main" else "the sidecar"
         raise ConvertError(f"{path} is {what} of an already converted model: give the model that it was made from")
-    kind, arch = reader.get("general.type"), reader.get("general.architecture", kind=str)
+    kind, arch = reader.get("general.type", kind=str), reader.get("general.architecture", kind=str)
     if kind not in (None, "model"):
         raise ConvertError(f"{path} is not a text model: its general.type is '{kind}'")
     if arch == "clip":

@@ -18,6 +18,7 @@ from typing import Callable, Iterable, Iterator
 import numpy as np
 
 from gguf_tools import ggml
+from gguf_tools.checksums import Checksums
 from gguf_tools.reader import Reader, Tensor
 from gguf_tools.writer import StreamWriter
 
@@ -41,8 +42,10 @@ class Errors:
 
 def write_pair(reader: Reader, experts: list[Copies], main: StreamWriter, sidecar: PartsWriter, *, link: bool,
                imatrix: Imatrix | None, threads: int, progress: bool,
-               warn: Callable[[str], None]) -> dict[str, Errors]:
+               warn: Callable[[str], None], checksums: Checksums | None = None) -> dict[str, Errors]:
     """Write the data of both files; both writers are past begin_data(). Returns {tensor name: Errors}.
+
+    checksums is told every byte of every tensor that it knows.
 
     The first error of any thread stops all of them and is raised: ConvertError, GGUFError, OSError.
     """
@@ -76,9 +79,11 @@ def write_pair(reader: Reader, experts: list[Copies], main: StreamWriter, sideca
 
     try:
         # closing: no thread may be left when this returns, by an exception too
-        with _late_interrupts() as check, contextlib.closing(_run(jobs(), threads)) as results:
-            for name, nbytes, errors in results:
+        with _late_interrupts() as check, contextlib.closing(in_order(jobs(), threads)) as results:
+            for name, nbytes, errors, written in results:
                 check()
+                for tensor, data in written if checksums else ():
+                    checksums.add(tensor, data)
                 if errors:
                     sums[name].append(errors)
                     meter.add(nbytes)
@@ -109,7 +114,7 @@ def _late_interrupts() -> Iterator[Callable[[], None]]:
     check()
 
 
-def _run(jobs: Iterable[Callable[[], tuple]], threads: int) -> Iterator[tuple]:
+def in_order(jobs: Iterable[Callable[[], tuple]], threads: int) -> Iterator[tuple]:
     """Results of the jobs, in order; at most 2 * threads of them are under way or waiting."""
     pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="convert")
     waiting: collections.deque = collections.deque()
@@ -125,26 +130,27 @@ def _run(jobs: Iterable[Callable[[], tuple]], threads: int) -> Iterator[tuple]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _copy(reader: Reader, t: Tensor, offset: int, out: StreamWriter) -> tuple[str, int, None]:
+def _copy(reader: Reader, t: Tensor, offset: int, out: StreamWriter) -> tuple[str, int, None, list]:
     n = min(COPY_BYTES, t.nbytes - offset)
-    out.write(t.name, offset, reader.read(t, offset, n))
-    return t.name, n, None
+    data = reader.read(t, offset, n)
+    out.write(t.name, offset, data)
+    return t.name, n, None, [(t.name, data)]
 
 
 def _convert(reader: Reader, c: Copies, expert: int, row: int, n_rows: int, weights: np.ndarray | None,
-             out: PartsWriter, link: bool) -> tuple[str, int, Errors]:
-    """Make both copies of rows [row, row + n_rows) of one expert."""
+             out: PartsWriter, link: bool) -> tuple[str, int, Errors, list]:
+    """Make both copies of rows [row, row + n_rows) of one expert. Last in the result: (name, bytes) of each, for the checksums."""
     t, first = c.tensor, expert * c.n_out + row
     raw = reader.read(t, first * t.row_bytes, n_rows * t.row_bytes)
     try:
         x = ggml.dequantize(t.type, raw, c.n_in)
         if c.keeps_high:
-            high = x
+            high, packed = x, raw
             if not link:
                 out.write(t.name + ".high", first * t.row_bytes, raw)
         else:
-            high = _quantize_to(c.high, x, weights, out, t.name + ".high", first)
-        low = _quantize_to(c.low, x, weights, out, t.name + ".low", first)
+            high, packed = _quantize_to(c.high, x, weights, out, t.name + ".high", first)
+        low, packed_low = _quantize_to(c.low, x, weights, out, t.name + ".low", first)
     except ggml.GGMLError as e:
         raise ConvertError(f"{t.name}, expert {expert}: {e}") from None
     with np.errstate(over="ignore", invalid="ignore"):
@@ -155,14 +161,15 @@ def _convert(reader: Reader, c: Copies, expert: int, row: int, n_rows: int, weig
     if not math.isfinite(errors.high_error + errors.low_error):
         raise ConvertError(f"{t.name}, expert {expert}: the weights do not fit {c.high.name} and {c.low.name} "
                            "(too large)")
-    return t.name, len(raw), errors
+    return t.name, len(raw), errors, [(t.name + ".high", packed), (t.name + ".low", packed_low)]
 
 
-def _quantize_to(kind: ggml.TypeInfo, x: np.ndarray, weights, out: PartsWriter, name: str, first: int) -> np.ndarray:
-    """Write rows as `kind`, the first of them being row `first` of the tensor; returns what they read back as."""
+def _quantize_to(kind: ggml.TypeInfo, x: np.ndarray, weights, out: PartsWriter, name: str,
+                 first: int) -> tuple[np.ndarray, np.ndarray]:
+    """Write rows as `kind`, the first of them being row `first` of the tensor; returns (what they read back as, their bytes)."""
     packed = ggml.quantize(kind, x, weights)
     out.write(name, first * packed.shape[1], packed)
-    return ggml.dequantize(kind, packed, x.shape[1])
+    return ggml.dequantize(kind, packed, x.shape[1]), packed
 
 
 def _squares(x: np.ndarray) -> float:

@@ -10,13 +10,15 @@ import warnings
 from . import bindings as b  # before llama_cpp: it makes llama_cpp use our libraries
 
 import llama_cpp
-from gguf_tools.errors import GGUFError
+from gguf_tools import ggml
+from gguf_tools.errors import GGUFError, printable
 from gguf_tools.reader import Reader
 
 from . import memory, model_memory
 from ._devices import devices
 from .profiles import read_profile
 from .settings import DEFAULTS, Settings, check_int
+from .verify import sidecar_name
 
 # {name: default} of llama_cpp.Llama's arguments
 BASE_ARGUMENTS = {
@@ -68,15 +70,34 @@ def check_chat_format(name, metadata) -> None:
         raise ValueError(f"chat_format {name!r} is not known" + (f"; is {near[0]!r} meant?" if near else f"; there are {', '.join(sorted(known))}"))
 
 
-def read_metadata(path: str):
-    """(a Reader whose file is closed again, ""), or (None, what is wrong): llama.cpp has the last word on that."""
+def read_metadata(path: str) -> Reader:
+    """A Reader whose file is closed again. Everything about a file's structure is checked here: llama.cpp's own reader trusts
+    more of it. Raises GGUFError, which is a ValueError."""
     try:
         with Reader(path) as reader:
-            return reader, ""
-    except GGUFError as error:
-        return None, str(error)
-    except OSError as error:  # one of a read does not name the file
-        return None, f"{path}: {error.strerror}"
+            return reader
+    except OSError as error:
+        raise GGUFError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def check_sidecar(path: str, metadata: Reader) -> str:
+    """Path of the sidecar, whose structure is sound; what it holds is checked by csrc/llama/hobbit-sidecar.cpp."""
+    sidecar = os.path.join(os.path.dirname(path), sidecar_name(metadata))
+    read_metadata(sidecar)
+    return sidecar
+
+
+def check_types(metadata: Reader, path: str, n_gpu_layers) -> None:
+    """ggml ends the process where it has no product or sum for a type."""
+    for t in metadata.tensors.values():
+        one = len(t.shape) == 1 or not t.name.endswith(".weight")  # added or multiplied, element by element
+        names = ("f32", "f16", "bf16") if n_gpu_layers else ("f32",)
+        if t.name.endswith("tid2eid.weight"):  # a table of numbers of experts
+            good = t.type.name == "i32"
+        else:
+            good = t.type.name in names or (not one and ggml.can_dequantize(t.type))
+        if not good:
+            raise ValueError(f"{path} is damaged, or of an unknown kind: {t.name} {list(t.shape)} is {t.type.name}, with which it cannot be computed")
 
 
 def check_vocabulary(metadata, path: str) -> None:
@@ -95,7 +116,7 @@ def check_used_experts(overrides, metadata) -> int:
     arch = metadata.get("general.architecture")
     n_expert = metadata.get(f"{arch}.expert_count")
     n_used = 0
-    if not n_expert:
+    if not isinstance(n_expert, int) or n_expert < 1:
         return 0
     for key, value in (overrides or {}).items():
         if key.endswith(".expert_used_count"):
@@ -112,10 +133,13 @@ def need_of(metadata, path: str, arguments: dict, n_used: int) -> model_memory.N
         return BASE_ARGUMENTS[name] if value is None else value
 
     n_ctx = check_int("n_ctx", use("n_ctx"), 0, 2**31 - 1)
-    return model_memory.estimate(
-        metadata, resident_bytes=os.path.getsize(path), n_ctx=n_ctx, n_batch=use("n_batch"), n_ubatch=use("n_ubatch"), n_used=n_used,
-        type_k=arguments.get("type_k"), type_v=arguments.get("type_v"), flash_attn=bool(use("flash_attn")),
-        logits_all=bool(use("logits_all") or arguments.get("draft_model") is not None))
+    try:
+        return model_memory.estimate(
+            metadata, resident_bytes=os.path.getsize(path), n_ctx=n_ctx, n_batch=use("n_batch"), n_ubatch=use("n_ubatch"), n_used=n_used,
+            type_k=arguments.get("type_k"), type_v=arguments.get("type_v"), flash_attn=bool(use("flash_attn")),
+            logits_all=bool(use("logits_all") or arguments.get("draft_model") is not None))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def check_context(need: model_memory.Need, arguments: dict) -> None:
@@ -184,5 +208,5 @@ def set_load_params(params) -> None:
 
 def last_error(path: str) -> str:
     """The library's reason for a failed load, with the file's name; "" if it has none."""
-    reason = b.hobbit_last_error().decode("utf-8", "replace")
+    reason = printable(" ".join(b.hobbit_last_error().decode("utf-8", "replace").split()))
     return reason if not reason or os.path.basename(path) in reason else f"{path}: {reason}"

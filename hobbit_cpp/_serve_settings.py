@@ -46,6 +46,7 @@ class ServeSettings(BaseModel):
     low_fraction: Optional[float] = None
     io_threads: Optional[int] = None
     no_direct_io: bool = False
+    verify: bool = False
     host_copies: Optional[Size] = None
     unified_memory: Optional[Literal["auto", "on", "off"]] = None
     miss: Optional[Literal[MISS]] = None

@@ -114,7 +114,7 @@ class hobbit_params(ctypes.Structure):
         ("prefetch_ranks", c_int32),
         ("prefetch_prompts", c_int32),
         ("unified", c_int32),
-        ("reserved", c_int32),
+        ("verify", c_int32),
     ]
 
 

@@ -27,6 +27,7 @@ def add_offload_arguments(p: argparse.ArgumentParser) -> None:
     g.add_argument("--no-profile", action="store_true", help="leave aside what hobbit calibrate found for this model (NAME.profile.json)")
     g.add_argument("--io-threads", type=int, metavar="N", help="reads in flight (default: 4)")
     g.add_argument("--no-direct-io", action="store_true", help="read through the page cache")
+    g.add_argument("--verify", action="store_true", help="compare what is read from the files with their checksums; what is damaged is an error")
     g.add_argument("--host-copies", metavar="SIZE", help="copies of experts in RAM: all, none, 16GiB of them, or auto (default: on a GPU as many as fit)")
     g.add_argument("--unified-memory", choices=("auto", "on", "off"), help="slots in memory that CPU and GPU share (default: auto, as the GPU says)")
     g.add_argument("--miss", choices=MISS, help="with all copies in RAM, misses are fetched, computed by the CPU, or divided (default: auto, divided)")
@@ -65,7 +66,7 @@ def llama_arguments(args) -> dict:
              "unified_memory": {"on": True, "off": False}.get(args.unified_memory, args.unified_memory),
              "prefetch": args.prefetch, "prefetch_copy": args.prefetch_copy, "prefetch_ranks": args.prefetch_ranks,
              "prefetch_prompts": False if args.no_prompt_prefetch else None, "lean": args.lean,
-             "profile": False if args.no_profile else None, "n_gpu_layers": args.gpu_layers, "n_threads": args.threads, "n_threads_batch": args.threads}
+             "verify": args.verify or None, "profile": False if args.no_profile else None, "n_gpu_layers": args.gpu_layers, "n_threads": args.threads, "n_threads_batch": args.threads}
     return {k: v for k, v in given.items() if v is not None}
 
 
@@ -113,9 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     add_evaluate_arguments(evaluate)
     add_model_arguments(evaluate, "tokens of a chunk, of which the second half counts (default: 512)")
     add_offload_arguments(evaluate)
-    from . import _cli_calibrate, _cli_chat, _cli_doctor, _cli_env, _cli_frontier, _cli_imatrix, _cli_serve, _cli_trace
+    from . import _cli_calibrate, _cli_chat, _cli_doctor, _cli_env, _cli_frontier, _cli_imatrix, _cli_serve, _cli_trace, _cli_verify
     _cli_trace.add_parsers(commands)
-    for module in (_cli_frontier, _cli_calibrate, _cli_imatrix, _cli_chat, _cli_serve, _cli_doctor, _cli_env):
+    for module in (_cli_frontier, _cli_calibrate, _cli_imatrix, _cli_verify, _cli_chat, _cli_serve, _cli_doctor, _cli_env):
         module.add_parser(commands)
     return p
 

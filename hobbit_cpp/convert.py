@@ -20,9 +20,7 @@ import errno
 import hashlib
 import json
 import os
-import signal
 import sys
-import threading
 import time
 from typing import Callable
 
@@ -36,8 +34,10 @@ from . import _convert_hf
 from ._convert_imatrix import Imatrix
 from ._convert_parts import PartsWriter, divide, part_names, sidecar_tensors
 from ._convert_plan import ConvertError, Copies, check_source, choose_types, describe, find_experts, parse_high, parse_type
+from ._convert_publish import publish, recover
 from ._convert_report import Report, summarize
 from ._convert_run import write_pair
+from ._convert_sums import PairChecksums
 from .memory import parse_bytes
 
 __all__ = ["ConvertError", "PRESETS", "Report", "convert", "main"]
@@ -49,8 +49,8 @@ DEFAULT_PRESET = "int8+int2"
 
 
 def convert(src, out=None, high: str = "keep", low: str = "q2_k", *, link: bool = False, imatrix=None,
-            force: bool = False, fallback: bool = True, split_max_bytes: int | None = None, threads: int | None = None, progress: bool = False,
-            on_warning: Callable[[str], None] | None = None) -> Report:
+            force: bool = False, fallback: bool = True, split_max_bytes: int | None = None, checksums: bool = True,
+            threads: int | None = None, progress: bool = False, on_warning: Callable[[str], None] | None = None) -> Report:
     """Convert a mixture-of-experts GGUF to a main file and a sidecar with both copies of every expert.
 
     src         the model, or part 1 of a split one, or the folder of a Hugging Face checkpoint, of which llama.cpp's own
@@ -65,6 +65,7 @@ def convert(src, out=None, high: str = "keep", low: str = "q2_k", *, link: bool 
     force       replace existing output files
     fallback    take another type, per tensor, where rows are no whole number of a type's blocks; False: refuse
     split_max_bytes  the sidecar in several files of at most so many bytes, NAME.experts-00001-of-0000N.gguf and so on
+    checksums   write a CRC-32 of every piece of data into the metadata, for hobbit verify and Llama(verify=True)
     threads     quantizing threads; default: all cores this process may use
     progress    show a progress line on stderr if that is a terminal
     on_warning  called with each warning when it arises; they are in the report, too
@@ -111,17 +112,18 @@ def convert(src, out=None, high: str = "keep", low: str = "q2_k", *, link: bool 
             weights.check(experts)
         parts = divide(sidecar_tensors(experts, link), split_max_bytes, SIDECAR_ALIGNMENT)
         sidecars = _check_outputs([f.path for f in reader.files], out, len(parts), imatrix, force)
-        # the sidecar is inside, so that it gets its name first: a main file never names a missing sidecar
         with StreamWriter(out, reader.get("general.architecture"), reader.alignment, force) as m, \
                 PartsWriter(sidecars, parts, "hobbit", SIDECAR_ALIGNMENT, force) as s:
-            _write_headers(reader, experts, m, s, high_used, low, link)
+            recover(m, s)
+            sums = PairChecksums(reader, experts) if checksums else None
+            _write_headers(reader, experts, m, s, high_used, low, link, sums)
             errors = write_pair(reader, experts, m, s, link=link, imatrix=weights, threads=threads,
-                                progress=progress, warn=warn)
+                                progress=progress, warn=warn, checksums=sums and sums.sums)
+            if sums:
+                sums.fill(m, s)
             m.seal()
             s.seal()
-            with _uninterrupted():
-                s.publish(sync=False)  # nothing slow between the two renames
-                m.publish()
+            publish(m, s)
         return Report(
             source=given, main=out, sidecar=s.path, parts=len(parts), description=describe(reader, experts),
             rows=summarize(experts, errors), high_bytes=sum(c.nbytes("high") for c in experts),
@@ -199,23 +201,10 @@ def _one_sentence(out: str):
         raise ConvertError(f"cannot write {out}: {e.strerror or e}") from None
 
 
-@contextlib.contextmanager
-def _uninterrupted():
-    """Ctrl-C and SIGTERM wait until the block is left."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, old)
-
-
 # --- headers (docs/format.md) ---
 
 def _write_headers(reader: Reader, experts: list[Copies], m: StreamWriter, s: PartsWriter,
-                   high: str, low: str, link: bool) -> None:
+                   high: str, low: str, link: bool, sums: PairChecksums | None) -> None:
     source = source_id(reader)
     pair = _pair_id(source, experts)
 
@@ -240,10 +229,12 @@ def _write_headers(reader: Reader, experts: list[Copies], m: StreamWriter, s: Pa
     s.add("hobbit.link", link, "bool")
     if link:
         _add_link(reader, experts, s)
+    if sums:
+        sums.reserve(m, s)
     for name, shape, kind, _ in sidecar_tensors(experts, link):
         s.add_tensor(name, shape, kind)
 
-    headers = 2 * sum(len(f.head) for f in reader.files) + 200 * len(experts) + SIDECAR_ALIGNMENT
+    headers = 2 * sum(len(f.head) for f in reader.files) + 200 * len(experts) + SIDECAR_ALIGNMENT + (sums.nbytes if sums else 0)
     _check_space(os.path.dirname(m.path), m.data_size + s.data_size + headers)
     m.begin_data()
     s.begin_data()
@@ -317,6 +308,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--no-fallback", action="store_true", help="refuse where a tensor's rows do not fit a type, instead of taking "
                                                               "another type for that tensor")
     p.add_argument("--split-max-size", metavar="SIZE", help="write the sidecar as several files of at most SIZE (50GB); the main file stays whole")
+    p.add_argument("--no-checksums", action="store_true", help="leave out the checksums that hobbit verify compares")
     p.add_argument("--force", action="store_true", help="replace existing output files")
     p.add_argument("--threads", type=int, metavar="N", help="threads (default: all cores)")
     p.add_argument("--quiet", action="store_true", help="print errors and warnings only")
@@ -333,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         split = None if args.split_max_size is None else parse_bytes(args.split_max_size)
         report = convert(args.source, args.output, args.high or high, args.low or low, link=args.link, imatrix=args.imatrix,
-                         force=args.force, fallback=not args.no_fallback, split_max_bytes=split, threads=args.threads, progress=not args.quiet,
+                         force=args.force, fallback=not args.no_fallback, split_max_bytes=split, checksums=not args.no_checksums, threads=args.threads, progress=not args.quiet,
                          on_warning=lambda text: print(f"warning: {text}", file=sys.stderr))
     except ValueError as e:  # ConvertError, or a size that is none
         print(f"error: {e}", file=sys.stderr)

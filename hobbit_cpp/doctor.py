@@ -54,9 +54,7 @@ def model(args) -> dict:
     given.pop("n_threads_batch", None)
     settings = Settings(**given)
     path = _load.check_path(args.model)
-    metadata, damage = _load.read_metadata(path)
-    if metadata is None:
-        raise ValueError(damage)
+    metadata = _load.read_metadata(path)
     arch = metadata.get("general.architecture")
     n_ctx = context_of(args)
     need = _load.need_of(metadata, path, {"n_ctx": n_ctx}, 0)

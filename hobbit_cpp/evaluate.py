@@ -187,8 +187,7 @@ class _Found:
 
 
 def _is_dual(path: str) -> bool:
-    metadata, _ = _load.read_metadata(_load.check_path(path))
-    return metadata is not None and metadata.get("hobbit.role") == "main"
+    return _load.read_metadata(_load.check_path(path)).get("hobbit.role") == "main"
 
 
 def _check_modes(modes, offloaded: bool, model: str, arguments: dict) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from ._parts import CLOSED, Closed, Context, Generation, watch_forks
 from ._turns import Turns
 from .errors import Cancelled, HobbitError
 from .settings import MISS, POLICIES, PREFETCH_COPY, Settings, check_bool, check_int, check_policy, check_thresholds
+from .verify import verify_main
 
 __all__ = ["Cancelled", "HobbitError", "Llama"]
 
@@ -56,6 +57,8 @@ class Llama(llama_cpp.Llama):
         n_io_threads: Reads in flight, 1 to 64, default 4.
         direct_io: Read past the page cache where the file system can, default True.
         force_miss: Load every expert anew each time, to measure the worst case. Default False.
+        verify: Compare the main file at load, and every expert when it is read, with the checksums that the converter wrote
+            (hobbit verify compares all at once). Damage then raises ValueError at load, HobbitError later. Default False.
         host_copies: Hold both copies of all experts in host memory, pinned where a GPU takes them from there: True or
             False; a size as for cache_bytes: so much memory for some of them, a second level between the file and the
             slots; "auto" (default): where the slots are on a GPU, all if the memory is there, else as many as fit.
@@ -100,7 +103,7 @@ class Llama(llama_cpp.Llama):
     """
 
     def __init__(self, model_path, *, t1=None, t2=None, skip_mass=None, cache_bytes=None, policy=None, policy_weights=None, low_fraction=None,
-                 n_io_threads=None, direct_io=None, force_miss=None, host_copies=None, unified_memory=None, miss=None, admit=None,
+                 n_io_threads=None, direct_io=None, force_miss=None, verify=None, host_copies=None, unified_memory=None, miss=None, admit=None,
                  preload=None, cpu_batch=None, miss_speeds=None, prefetch=None, prefetch_copy=None, prefetch_ranks=None,
                  prefetch_prompts=None, lean=None, profile=None, **kwargs):
         self._stack = contextlib.ExitStack()  # close() works on an object that got no further
@@ -114,7 +117,7 @@ class Llama(llama_cpp.Llama):
         self._closed = ""  # why nothing works any more
         _load.check_keywords(kwargs)
         self._settings = Settings(t1=t1, t2=t2, skip_mass=skip_mass, cache_bytes=cache_bytes, policy=policy, policy_weights=policy_weights,
-                                  low_fraction=low_fraction, n_io_threads=n_io_threads, direct_io=direct_io, force_miss=force_miss,
+                                  low_fraction=low_fraction, n_io_threads=n_io_threads, direct_io=direct_io, force_miss=force_miss, verify=verify,
                                   host_copies=host_copies, unified_memory=unified_memory, miss=miss, admit=admit, preload=preload,
                                   cpu_batch=cpu_batch, miss_speeds=miss_speeds,
                                   prefetch=prefetch, prefetch_copy=prefetch_copy, prefetch_ranks=prefetch_ranks,
@@ -123,29 +126,31 @@ class Llama(llama_cpp.Llama):
         path = _load.check_path(model_path)
         if kwargs.get("lora_path") is not None:
             kwargs["lora_path"] = os.fsdecode(kwargs["lora_path"])
-        metadata, damage = _load.read_metadata(path)
+        metadata = _load.read_metadata(path)
         _load.check_chat_format(kwargs.get("chat_format"), metadata)
-        dual = metadata is not None and metadata.get("hobbit.role") == "main"
-        if metadata is not None and metadata.get("hobbit.role") is None and self._settings.given:
+        dual = metadata.get("hobbit.role") == "main"
+        if metadata.get("hobbit.role") is None and self._settings.given:
             name = next(iter(self._settings.given))
             raise ValueError(f"{path} is an ordinary GGUF: convert it first (hobbit convert), or leave out {name}")
-        self._sidecar = os.path.join(os.path.dirname(path), metadata.get("hobbit.sidecar", "")) if dual else None
+        self._sidecar = _load.check_sidecar(path, metadata) if dual else None
 
         params = None
-        if metadata is not None:
-            _load.check_vocabulary(metadata, path)
-        if metadata is not None and not kwargs.get("vocab_only"):
+        _load.check_vocabulary(metadata, path)
+        if not kwargs.get("vocab_only"):
+            _load.check_types(metadata, path, kwargs.get("n_gpu_layers"))
             n_used = _load.check_used_experts(kwargs.get("kv_overrides"), metadata)
             need = _load.need_of(metadata, path, kwargs, n_used)
             _load.check_context(need, kwargs)
             if dual:
+                if self._settings.verify:
+                    verify_main(path)
                 if self._use_profile:
                     self._settings, self.profile = _load.apply_profile(self._settings, path, metadata)
                 params = _load.make_params(self._settings, path, need, n_used, kwargs.get("n_gpu_layers"))
         if dual:
             kwargs.setdefault("use_mmap", False)
         del metadata
-        self._load(path, params, damage, kwargs)
+        self._load(path, params, kwargs)
         if self._n_ctx > len(self.input_ids):  # llama.cpp rounds n_ctx up, and prompts are checked against that
             self.input_ids = np.ndarray((self._n_ctx,), dtype=np.intc)
             if self._logits_all:
@@ -159,7 +164,7 @@ class Llama(llama_cpp.Llama):
         if self.verbose and sys.stderr is not None:
             print(stats.one_line(self.offload_stats()), file=sys.stderr)
 
-    def _load(self, path, params, damage, kwargs):
+    def _load(self, path, params, kwargs):
         verbose = kwargs.get("verbose", True)
         _load.set_load_params(params)  # of this thread; also forgets the last error
         try:
@@ -171,7 +176,7 @@ class Llama(llama_cpp.Llama):
                 self._model._exit_stack.callback(llama_cpp.llama_adapter_lora_free, self._lora_adapter)
                 self._lora_adapter = None
         except Exception as error:
-            reason = damage or _load.last_error(path)
+            reason = _load.last_error(path)
             self.close()
             if isinstance(error, ValueError) and reason:
                 raise ValueError(reason) from None
@@ -474,7 +479,7 @@ class Llama(llama_cpp.Llama):
 
         mode      "mixed", "high" (t1 >= 1) or "none" (ordinary GGUF; then only mode and model are there)
         model, sidecar   paths
-        settings  t1, t2, skip_mass, policy, policy_weights, low_fraction, n_io_threads, direct_io (in force), force_miss, cache_bytes (as given),
+        settings  t1, t2, skip_mass, policy, policy_weights, low_fraction, n_io_threads, direct_io (in force), force_miss, verify, cache_bytes (as given),
                   prefetch, prefetch_copy, prefetch_ranks, prefetch_prompts, lean, profile (path, None if none was used), miss, host_copies, host_pinned and unified_memory (in force)
         budget    budget_bytes, floor_bytes, slot_bytes, staging_bytes, record_bytes, high_bytes, low_bytes (all experts)
         groups    per set of alike layers: slots, resident copies, types, bytes of an expert, backend
@@ -509,7 +514,7 @@ class Llama(llama_cpp.Llama):
                 "t1": _plain(p.t1), "t2": _plain(p.t2), "skip_mass": _plain(p.skip_mass), "policy": POLICIES[p.policy],
                 "policy_weights": [_plain(w) for w in p.policy_weights] if POLICIES[p.policy] == "hobbit" else None,
                 "low_fraction": _plain(p.low_fraction), "n_io_threads": p.n_io_threads, "direct_io": bool(info.direct_io),
-                "force_miss": bool(p.force_miss), "cache_bytes": self._settings.cache_bytes,
+                "force_miss": bool(p.force_miss), "verify": bool(p.verify), "cache_bytes": self._settings.cache_bytes,
                 "prefetch": "auto" if p.prefetch < 0 else p.prefetch, "prefetch_copy": PREFETCH_COPY[p.prefetch_copy],
                 "prefetch_ranks": p.prefetch_ranks, "prefetch_prompts": bool(p.prefetch_prompts), "lean": _plain(p.lean),
                 "profile": self.profile, "miss": MISS[info.miss], "host_copies": info.host_bytes > 0, "host_pinned": bool(info.host_pinned), "unified_memory": bool(info.unified),

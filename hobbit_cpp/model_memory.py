@@ -18,6 +18,8 @@ import gguf
 from .memory import MIB
 
 F16 = 1  # ggml type
+MAX_LAYERS = 4096  # llama.cpp has room for 512
+MAX_NUMBER = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,18 @@ def type_bytes(kind: int, n: int) -> int:
     return -(-n // block) * size
 
 
+def check_number(key: str, value):
+    """A whole number, or one per layer, from a file. Raises ValueError for anything else."""
+    limit = MAX_LAYERS if key.endswith(".block_count") else MAX_NUMBER
+    several = value if isinstance(value, list) else [value]
+    if len(several) > MAX_LAYERS or not all(isinstance(x, int) and 0 <= x <= limit for x in several):
+        shown = repr(value)
+        raise ValueError(f"{key} is {shown if len(shown) < 60 else shown[:60] + '...'}, not a whole number from 0 to {limit}")
+    if key.endswith(".block_count") and isinstance(value, list):
+        raise ValueError(f"{key} is a list")
+    return value
+
+
 class _Shape:
     """The numbers of a model, per layer where a file may give them so."""
 
@@ -46,26 +60,27 @@ class _Shape:
 
         def get(key, default=0):
             value = metadata.get(f"{arch}.{key}")
-            return default if value is None else value
+            return default if value is None else check_number(f"{arch}.{key}", value)
 
         def most(value):
             return max(value, default=0) if isinstance(value, list) else value
 
-        self.n_layer = int(get("block_count"))
-        self.n_embd = int(get("embedding_length"))
-        self.n_vocab = int(get("vocab_size") or len(metadata.get("tokenizer.ggml.tokens") or []))
+        self.n_layer = get("block_count")
+        self.n_embd = most(get("embedding_length"))
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        self.n_vocab = most(get("vocab_size")) or (len(tokens) if isinstance(tokens, list) else 0)
         heads = get("attention.head_count")
         kv = get("attention.head_count_kv", heads)
         self.n_head = most(heads)
         self.kv_heads = kv if isinstance(kv, list) else [kv] * self.n_layer
         usual = self.n_embd // self.n_head if self.n_head else 0
-        self.key = int(get("attention.key_length", usual))
-        self.value = int(get("attention.value_length", usual))
+        self.key = most(get("attention.key_length", usual))
+        self.value = most(get("attention.value_length", usual))
         self.ff = max(most(get("feed_forward_length")), most(get("expert_shared_feed_forward_length")))
         self.ff_exp = most(get("expert_feed_forward_length")) or self.ff
         self.n_expert = most(get("expert_count"))
         self.n_used = most(get("expert_used_count"))
-        self.ctx_train = int(get("context_length", 4096))
+        self.ctx_train = most(get("context_length", 4096))
         inner, state = most(get("ssm.inner_size")), most(get("ssm.state_size"))
         conv, groups = most(get("ssm.conv_kernel")), most(get("ssm.group_count"))
         self.recurrent = 4 * self.n_layer * (inner * state + max(0, conv - 1) * (inner + 2 * groups * state))

@@ -25,6 +25,7 @@ DEFAULTS = {
     "n_io_threads": 4,
     "direct_io": True,
     "force_miss": False,
+    "verify": False,
     "miss": "auto",
     "miss_speeds": None,  # measured
     "admit": "often",
@@ -208,6 +209,7 @@ class Settings:
         self.n_io_threads = check_int("n_io_threads", use["n_io_threads"], 1, 64)
         self.direct_io = check_bool("direct_io", use["direct_io"])
         self.force_miss = check_bool("force_miss", use["force_miss"])
+        self.verify = check_bool("verify", use["verify"])
         self.miss = use["miss"]
         if self.miss not in MISS:
             raise ValueError(f"miss must be one of {', '.join(MISS)}, not {self.miss!r}")
@@ -246,6 +248,7 @@ class Settings:
         params.n_io_threads = self.n_io_threads
         params.direct_io = self.direct_io
         params.force_miss = self.force_miss
+        params.verify = self.verify
         params.miss = MISS.index(self.miss)
         params.admit = ADMIT.index(self.admit)
         params.cpu_batch = self.cpu_batch

@@ -208,7 +208,7 @@ BAD = {
     "zero dimension": (header(infos=tensor(shape=(32, 0)), n_tensors=1, data=F32), "impossible shape"),
     "five dimensions": (header(infos=tensor(shape=(32, 1, 1, 1, 1)), n_tensors=1, data=F32), "5 dimensions"),
     "row": (header(infos=tensor(shape=(48,), kind=2), n_tensors=1, data=F32), "rows of 48"),
-    "many tensors": (header(n_tensors=2**60), "truncated or damaged"),
+    "many tensors": (header(n_tensors=2**60), "more than any model has"),
     "long array": (header(text(b"k") + struct.pack("<IIQ", 9, 8, 2**62), 1), "truncated or damaged: k"),
     "long scalars": (header(text(b"k") + struct.pack("<IIQ", 9, 0, 2**62), 1), "truncated or damaged: k"),
     "array of arrays": (header(text(b"k") + struct.pack("<IIQ", 9, 9, 1), 1), "unknown type 9"),

@@ -31,7 +31,7 @@ def machine(monkeypatch):
 
 
 def params_for(path, **given):
-    metadata, _ = _load.read_metadata(str(path))
+    metadata = _load.read_metadata(str(path))
     need = _load.need_of(metadata, str(path), {"n_ctx": 512}, 0)
     return _load.make_params(Settings(**given), str(path), need, 0, n_gpu_layers=-1), need
 

@@ -134,7 +134,7 @@ struct hobbit_params {
     int32_t  prefetch_ranks;    // of a predicted token, load at most so many experts, the heaviest; 0: all
     int32_t  prefetch_prompts;  // 1: a prompt's next layers are loaded ahead
     int32_t  unified;           // enum hobbit_unified
-    int32_t  reserved;
+    int32_t  verify;            // 1: compare what is read from the files with their checksums; a difference fails the forward pass
 };
 
 // What was set up. Sizes in bytes.

@@ -100,6 +100,9 @@ std::string check(const hobbit_params & p) {
         return std::string("unified is on, but ") + (p.miss == HOBBIT_MISS_CPU ? "miss is cpu" : "host_copies is") +
                ": where CPU and GPU share their memory there are no copies beside the slots";
     }
+    if (p.verify != 0 && p.verify != 1) {
+        return "verify is " + std::to_string(p.verify) + ": known are 0 (off), 1 (on)";
+    }
     if (p.cpu_batch < 1 || p.cpu_batch > 512) {
         return "cpu_batch is " + std::to_string(p.cpu_batch) + ": it must be 1 to 512";
     }

@@ -110,8 +110,10 @@ void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget
                 hob::slab & s = layer.src[c][p];
                 s.host = at;
                 b.host += ggml_nbytes(x);
-                for (uint64_t o = 0; o < ggml_nbytes(x); o += hob::IO_CHUNK) {
-                    parts.push_back({ &s, at + o, o, (size_t) std::min<uint64_t>(hob::IO_CHUNK, ggml_nbytes(x) - o) });
+                for (uint64_t first = 0; first < ggml_nbytes(x); first += s.bytes) {
+                    for (uint64_t o = 0; o < s.bytes; o += hob::IO_CHUNK) { // as the loader cuts
+                        parts.push_back({ &s, at + first + o, first + o, (size_t) std::min<uint64_t>(hob::IO_CHUNK, s.bytes - o) });
+                    }
                 }
                 at += pad(ggml_nbytes(x));
             }

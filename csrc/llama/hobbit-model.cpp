@@ -4,6 +4,7 @@
 #include "llama-impl.h"
 #include "llama-model.h"
 
+#include "checksum.h"
 #include "hobbit-host.h"
 #include "hobbit-router.h"
 #include "hobbit-link.h"
@@ -28,6 +29,16 @@ std::string folder_of(const std::string & path) {
 std::string string_key(const gguf_context * g, const char * key) {
     const int64_t id = gguf_find_key(g, key);
     return id >= 0 && gguf_get_kv_type(g, id) == GGUF_TYPE_STRING ? gguf_get_val_str(g, id) : "";
+}
+
+// Has the file one of the keys that only half of a pair has, of whatever type?
+bool is_half(const gguf_context * g) {
+    for (const char * key : { "hobbit.format_version", "hobbit.role", "hobbit.sidecar", "hobbit.pair_id" }) {
+        if (gguf_find_key(g, key) >= 0) {
+            return true;
+        }
+    }
+    return false;
 }
 
 // --- the buffer type of expert tensors: they have shapes and no memory. No graph uses them, the hook
@@ -115,6 +126,9 @@ hob::model_layout lay_out(const hobbit_sidecar & sc, const std::vector<int> & n_
         l.block    = sl.block;
         l.n_expert = (int) sc.tensors[sl.tensors[0]].ne[2];
         l.n_used   = std::min(n_used[i], l.n_expert);
+        if (n_used[i] < 1) {
+            throw std::runtime_error(sc.path + ": block " + std::to_string(l.block) + " would use " + std::to_string(n_used[i]) + " of its experts: the main file's expert_used_count is wrong");
+        }
 
         std::vector<int64_t> shape;
         size_t bytes[hob::N_COPIES][hob::MAX_PROJ] = {};
@@ -172,18 +186,48 @@ void check_pair(const hobbit_sidecar & sc, const gguf_context * main_meta, const
     }
 }
 
+// "" for an ordinary GGUF.
 std::string sidecar_path(const std::string & main_path, const gguf_context * main_meta) {
-    const std::string name = string_key(main_meta, "hobbit.sidecar");
-    if (name.empty()) {
-        if (string_key(main_meta, "hobbit.role") == "experts") {
-            throw std::runtime_error(main_path + ": is a sidecar: name the main file that belongs to it");
-        }
+    if (!is_half(main_meta)) {
         return "";
     }
-    if (name.find('/') != std::string::npos || name.find('\\') != std::string::npos) {
-        throw std::runtime_error(main_path + ": hobbit.sidecar must be a file name without a folder, found \"" + name + "\"");
+    const std::string role = string_key(main_meta, "hobbit.role"), name = string_key(main_meta, "hobbit.sidecar");
+    if (role == "experts") {
+        throw std::runtime_error(main_path + ": is a sidecar: name the main file that belongs to it");
+    }
+    const int64_t version = gguf_find_key(main_meta, "hobbit.format_version");
+    if (role != "main" || name.empty() || version < 0 || gguf_get_kv_type(main_meta, version) != GGUF_TYPE_UINT32) {
+        throw std::runtime_error(main_path + ": damaged: of hobbit.role, hobbit.sidecar and hobbit.format_version one is missing, or of the wrong type");
+    }
+    if (gguf_get_val_u32(main_meta, version) != 1) {
+        throw std::runtime_error(main_path + ": format version " + std::to_string(gguf_get_val_u32(main_meta, version)) + " is unknown to this build (it reads 1)");
+    }
+    if (name.find('/') != std::string::npos || name.find('\\') != std::string::npos || name.size() > 255) {
+        throw std::runtime_error(main_path + ": hobbit.sidecar must be a file name without a folder, found \"" + name.substr(0, 80) + "\"");
     }
     return folder_of(main_path) + name;
+}
+
+// What is read from the files, compared with their checksums.
+std::unique_ptr<hob::storage> checked(std::unique_ptr<hob::storage> files, const hobbit_sidecar & sc) {
+    if (sc.crc_chunk == 0) {
+        throw std::runtime_error(sc.path + ": has no checksums (it was made before they came): convert again, or load it without verify");
+    }
+    if (sc.crc_chunk != hob::IO_CHUNK) {
+        throw std::runtime_error(sc.path + ": its checksums are of pieces of " + std::to_string(sc.crc_chunk) + " bytes, this build compares " +
+                                 std::to_string(hob::IO_CHUNK) + ": convert again, or load it without verify");
+    }
+    std::vector<hob::checked_range> ranges;
+    for (const hobbit_sidecar_layer & l : sc.layers) {
+        for (int p = 0; p < l.n_proj; ++p) {
+            const hobbit_expert_tensor & t = sc.tensors[l.tensors[p]];
+            for (int c = 0; c < hob::N_COPIES; ++c) {
+                ranges.push_back({ t.name + (c == hob::COPY_HIGH ? ".high" : ".low"), t.file[c], t.offset[c],
+                                   ggml_row_size(t.type[c], t.ne[0]) * (uint64_t) t.ne[1], t.crc[c] });
+            }
+        }
+    }
+    return hob::check_reads(std::move(files), sc.files, std::move(ranges));
 }
 
 } // namespace
@@ -380,6 +424,9 @@ void hobbit_start(hobbit & h, const llama_model & model) {
         throw std::runtime_error(err);
     }
     auto files = hob::open_files(layout.files, h.params.direct_io != 0);
+    if (h.params.verify) {
+        files = checked(std::move(files), h.sidecar);
+    }
     std::unique_ptr<hob::host_cache> some; // of the copies
     if (b.unified) {
         if (h.params.host_copies == HOBBIT_HOST_ON || h.params.host_copies == HOBBIT_HOST_SOME || h.params.miss == HOBBIT_MISS_CPU) {

@@ -1,9 +1,13 @@
 #include "hobbit-sidecar.h"
 
+#include "checksum.h"
+
 #include "ggml-cpp.h"
 #include "gguf.h"
 
 #include <algorithm>
+#include <charconv>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -11,6 +15,8 @@
 #include <sys/stat.h>
 
 namespace {
+
+const char * const COPY_NAMES[hob::N_COPIES] = { ".high", ".low" };
 
 [[noreturn]] void refuse(const std::string & path, const std::string & why) { throw std::runtime_error(path + ": " + why); }
 
@@ -51,12 +57,18 @@ int64_t array_of(const gguf_context * g, const std::string & path, const char * 
 struct expert_name { int block; std::string kind; bool chunked; };
 
 bool parse_name(const std::string & name, expert_name & out) {
-    char kind[32];
-    int  end = 0;
-    if (sscanf(name.c_str(), "blk.%d.ffn_%31[a-z_].weight%n", &out.block, kind, &end) != 2 || end != (int) name.size() || out.block < 0) {
+    const std::string before = "blk.", between = ".ffn_", after = ".weight";
+    const char * end = name.data() + name.size();
+    if (name.compare(0, before.size(), before) != 0 || name.size() < after.size() || name.compare(name.size() - after.size(), after.size(), after) != 0) {
         return false;
     }
-    const std::string k = kind;
+    const auto [p, ec] = std::from_chars(name.data() + before.size(), end, out.block);
+    const size_t at = (size_t) (p - name.data());
+    if (ec != std::errc() || out.block < 0 || name != before + std::to_string(out.block) + name.substr(at) ||
+        name.compare(at, between.size(), between) != 0 || at + between.size() + after.size() > name.size()) {
+        return false;
+    }
+    const std::string k = name.substr(at + between.size(), name.size() - after.size() - at - between.size());
     for (const char * suffix : { "_chexps", "_exps" }) {
         const size_t n = strlen(suffix);
         if (k.size() > n && k.compare(k.size() - n, n, suffix) == 0) {
@@ -68,7 +80,7 @@ bool parse_name(const std::string & name, expert_name & out) {
     return false;
 }
 
-struct link_entry { ggml_type type; int file; uint64_t offset; };
+struct link_entry { ggml_type type; int file; uint64_t offset; int64_t ne[GGML_MAX_DIMS]; };
 
 std::string folder_of(const std::string & path) {
     const size_t slash = path.rfind('/');
@@ -88,7 +100,7 @@ std::map<std::string, link_entry> read_links(const gguf_context * g, hobbit_side
     const uint64_t * offsets = (const uint64_t *) gguf_get_arr_data(g, array_of(g, path, "hobbit.link.offsets", GGUF_TYPE_UINT64, n));
     const uint32_t * index   = (const uint32_t *) gguf_get_arr_data(g, array_of(g, path, "hobbit.link.file_index", GGUF_TYPE_UINT32, n));
 
-    std::vector<uint64_t> header(n_files, UINT64_MAX); // bytes before the tensor data: up to the first expert at most
+    std::vector<gguf_context_ptr> sources;
     for (size_t f = 0; f < n_files; ++f) {
         std::string name = gguf_get_arr_str(g, files, f);
         if (name.empty() || name[0] != '/') {
@@ -97,20 +109,30 @@ std::map<std::string, link_entry> read_links(const gguf_context * g, hobbit_side
         if (file_size(name) != sizes[f]) {
             refuse(name, "has another size than when " + path + " was made: convert again");
         }
-        ggml_context * ctx = nullptr;
-        gguf_context_ptr src(gguf_init_from_file(name.c_str(), { /*.no_alloc =*/ true, /*.ctx =*/ &ctx }));
-        ggml_context_ptr ctx_owner(ctx);
+        gguf_context_ptr src(gguf_init_from_file(name.c_str(), { /*.no_alloc =*/ true, /*.ctx =*/ nullptr }));
         if (!src || hobbit_header_fnv(name, gguf_get_data_offset(src.get())) != fnv[f]) {
             refuse(name, "has changed since " + path + " was made: convert again");
         }
         sc.files.push_back(name);
+        sources.push_back(std::move(src));
     }
     std::map<std::string, link_entry> links;
     for (size_t i = 0; i < n; ++i) {
-        if (index[i] >= n_files || types[i] >= GGML_TYPE_COUNT) {
-            refuse(path, std::string("link of tensor ") + gguf_get_arr_str(g, names, i) + " has a bad file index or type");
+        const std::string name = gguf_get_arr_str(g, names, i);
+        if (index[i] >= n_files) {
+            refuse(path, "link of tensor " + name + " has a bad file index");
         }
-        links[gguf_get_arr_str(g, names, i)] = { (ggml_type) types[i], 1 + (int) index[i], offsets[i] };
+        // the source is what it was (its header's checksum), so a link that differs from it is wrong
+        const gguf_context * src = sources[index[i]].get();
+        const int64_t id = gguf_find_tensor(src, name.c_str());
+        if (id < 0 || types[i] != (uint32_t) gguf_get_tensor_type(src, id) || offsets[i] != gguf_get_data_offset(src) + gguf_get_tensor_offset(src, id)) {
+            refuse(path, "link of tensor " + name + " leads to something else in " + sc.files[1 + index[i]]);
+        }
+        link_entry entry = { (ggml_type) types[i], 1 + (int) index[i], offsets[i], {} };
+        std::copy_n(gguf_get_tensor_ne(src, id), GGML_MAX_DIMS, entry.ne);
+        if (!links.insert({ name, entry }).second) {
+            refuse(path, "tensor " + name + " is linked twice");
+        }
     }
     return links;
 }
@@ -153,6 +175,62 @@ void open_other_parts(hobbit_sidecar & sc, std::vector<part> & parts) {
         if (gguf_get_val_str(other, key_of(other, name, "hobbit.pair_id", GGUF_TYPE_STRING)) != sc.pair_id) {
             refuse(name, "belongs to another conversion than " + path + " (hobbit.pair_id differs)");
         }
+        const int64_t no = gguf_find_key(other, "split.no");
+        if (no < 0 || gguf_get_kv_type(other, no) != GGUF_TYPE_UINT16 || gguf_get_val_u16(other, no) != i) {
+            refuse(name, "is not part " + std::to_string(i + 1) + " of " + path + " (split.no)");
+        }
+    }
+}
+
+// Bytes of one expert; 0 if no file can be so large.
+uint64_t expert_bytes(const hobbit_expert_tensor & t, int c) {
+    const uint64_t row = ggml_row_size(t.type[c], t.ne[0]);
+    uint64_t one, all;
+    return __builtin_mul_overflow(row, (uint64_t) t.ne[1], &one) || __builtin_mul_overflow(one, (uint64_t) t.ne[2], &all) || all > INT64_MAX ? 0 : one;
+}
+
+// Matrices of other types have no product.
+bool holds_weights(ggml_type type) {
+    return type >= 0 && type < GGML_TYPE_COUNT && ggml_type_size(type) > 0 && (type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float);
+}
+
+void read_checksums(const gguf_context * g, hobbit_sidecar & sc) {
+    if (gguf_find_key(g, "hobbit.crc32.values") < 0) {
+        return;
+    }
+    const std::string & path = sc.path;
+    sc.crc_chunk = gguf_get_val_u32(g, key_of(g, path, "hobbit.crc32.chunk", GGUF_TYPE_UINT32));
+    if (sc.crc_chunk != hob::IO_CHUNK) {
+        return; // of another build; asking for them is refused
+    }
+    const int64_t names = array_of(g, path, "hobbit.crc32.tensors", GGUF_TYPE_STRING, SIZE_MAX);
+    const int64_t array = array_of(g, path, "hobbit.crc32.values", GGUF_TYPE_UINT32, SIZE_MAX);
+    const uint32_t * values = (const uint32_t *) gguf_get_arr_data(g, array);
+    const size_t n_values = gguf_get_arr_n(g, array);
+    std::map<std::string, std::pair<hobbit_expert_tensor *, int>> copies;
+    for (hobbit_expert_tensor & t : sc.tensors) {
+        copies[t.name + ".high"] = { &t, hob::COPY_HIGH };
+        copies[t.name + ".low"]  = { &t, hob::COPY_LOW };
+    }
+    size_t at = 0;
+    for (size_t i = 0; i < gguf_get_arr_n(g, names); ++i) {
+        const std::string name = gguf_get_arr_str(g, names, i);
+        const auto it = copies.find(name);
+        if (it == copies.end()) {
+            refuse(path, "hobbit.crc32.tensors names " + name + ", which is not there or was named before");
+        }
+        const auto [t, c] = it->second;
+        const uint64_t n = hob::chunks_of(expert_bytes(*t, c)) * (uint64_t) t->ne[2];
+        if (n > n_values - at) {
+            refuse(path, "hobbit.crc32.values ends within " + name);
+        }
+        t->crc[c].assign(values + at, values + at + n);
+        at += n;
+        copies.erase(it);
+    }
+    if (at != n_values || !copies.empty()) {
+        refuse(path, "hobbit.crc32.values has " + std::to_string(n_values) + " entries for " + std::to_string(at) + " pieces" +
+               (copies.empty() ? "" : ", and " + copies.begin()->first + " has none"));
     }
 }
 
@@ -196,6 +274,9 @@ hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
         refuse(path, "is no sidecar (hobbit.role is not \"experts\")");
     }
     sc.pair_id = gguf_get_val_str(g, key_of(g, path, "hobbit.pair_id", GGUF_TYPE_STRING));
+    if (sc.pair_id.empty()) {
+        refuse(path, "its hobbit.pair_id is empty");
+    }
     const bool link = gguf_get_val_bool(g, key_of(g, path, "hobbit.link", GGUF_TYPE_BOOL));
     std::map<std::string, link_entry> links;
     if (link) {
@@ -210,7 +291,9 @@ hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
     std::map<std::string, place> places;
     for (const part & p : parts) {
         for (int64_t i = 0; i < gguf_get_n_tensors(p.g.get()); ++i) {
-            places[gguf_get_tensor_name(p.g.get(), i)] = { &p, i };
+            if (!places.insert({ gguf_get_tensor_name(p.g.get(), i), { &p, i } }).second) {
+                refuse(sc.files[p.file], std::string("tensor ") + gguf_get_tensor_name(p.g.get(), i) + " is in another part, too");
+            }
         }
     }
     const auto offset = [](const place & at) { return gguf_get_data_offset(at.in->g.get()) + gguf_get_tensor_offset(at.in->g.get(), at.id); };
@@ -233,6 +316,9 @@ hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
         if (low->ne[3] != 1) {
             refuse(path, "tensor " + full + " has more than three dimensions");
         }
+        if (ggml_nelements(low) == 0 || low->ne[1] > INT32_MAX || low->ne[2] > UINT16_MAX) {
+            refuse(path, "tensor " + full + " has an impossible shape");
+        }
         t.type[hob::COPY_LOW]   = low->type;
         t.file[hob::COPY_LOW]   = at.in->file;
         t.offset[hob::COPY_LOW] = offset(at);
@@ -241,6 +327,9 @@ hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
             const auto it = links.find(t.name);
             if (it == links.end()) {
                 refuse(path, "no link to the high copy of tensor " + t.name);
+            }
+            if (!std::equal(low->ne, low->ne + GGML_MAX_DIMS, it->second.ne)) {
+                refuse(path, "tensors " + t.name + " of the source and " + full + " have different shapes");
             }
             t.type[hob::COPY_HIGH]   = it->second.type;
             t.file[hob::COPY_HIGH]   = it->second.file;
@@ -260,14 +349,21 @@ hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
             t.offset[hob::COPY_HIGH] = offset(it->second);
         }
         for (int c = 0; c < hob::N_COPIES; ++c) {
-            if (ggml_type_size(t.type[c]) == 0 || t.ne[0] % ggml_blck_size(t.type[c]) != 0) {
+            if (!holds_weights(t.type[c])) {
+                refuse(path, "tensor " + t.name + COPY_NAMES[c] + " has type " + std::to_string((int) t.type[c]) + ", which is none of weights");
+            }
+            if (t.ne[0] % ggml_blck_size(t.type[c]) != 0) {
                 refuse(path, "tensor " + t.name + ": rows of " + std::to_string(t.ne[0]) + " do not fit its type");
             }
-            const uint64_t bytes = (uint64_t) ggml_row_size(t.type[c], t.ne[0]) * (uint64_t) t.ne[1] * (uint64_t) t.ne[2];
-            if (t.offset[c] > sizes[t.file[c]] || bytes > sizes[t.file[c]] - t.offset[c]) {
+            const uint64_t bytes = expert_bytes(t, c) * (uint64_t) t.ne[2];
+            if (bytes == 0 || t.offset[c] > sizes[t.file[c]] || bytes > sizes[t.file[c]] - t.offset[c]) {
                 refuse(sc.files[t.file[c]], "truncated: tensor " + t.name + " needs " + std::to_string(bytes) + " bytes at offset " +
                        std::to_string(t.offset[c]) + ", the file has " + std::to_string(sizes[t.file[c]]));
             }
+        }
+        if (expert_bytes(t, hob::COPY_LOW) > expert_bytes(t, hob::COPY_HIGH)) {
+            refuse(path, "tensor " + t.name + ": its low copy (" + ggml_type_name(t.type[hob::COPY_LOW]) + ") is larger than its high copy (" +
+                   ggml_type_name(t.type[hob::COPY_HIGH]) + "): the two were swapped");
         }
         by_layer[{ en.block, en.chunked }][en.kind] = (int) sc.tensors.size();
         sc.tensors.push_back(t);
@@ -275,6 +371,8 @@ hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
     if (sc.tensors.empty()) {
         refuse(path, "holds no experts");
     }
+
+    read_checksums(g, sc);
 
     // layers in the order of their blocks; projections in the order they are needed
     for (const auto & [key, kinds] : by_layer) {

@@ -16,6 +16,7 @@ struct hobbit_expert_tensor {
     ggml_type   type[hob::N_COPIES];
     int         file[hob::N_COPIES];
     uint64_t    offset[hob::N_COPIES];
+    std::vector<uint32_t> crc[hob::N_COPIES]; // checksum.h; empty: the file has none
     int         layer;           // index into hobbit_sidecar::layers
     int         proj;
 };
@@ -30,6 +31,7 @@ struct hobbit_sidecar {
     std::string path;
     std::string pair_id;
     std::vector<std::string> files; // [0] is the sidecar itself
+    uint32_t crc_chunk = 0;         // bytes that one checksum covers at most; 0: the file has none
     std::vector<hobbit_expert_tensor> tensors;
     std::vector<hobbit_sidecar_layer> layers;
 };
