@@ -145,7 +145,7 @@ def test_settings_in_force(dual):
     with load(dual, **given) as llm:
         s = llm.offload_stats()
         assert s["settings"] == {"t1": 0.5, "t2": 0.75, "skip_mass": 1, "policy": "hobbit", "policy_weights": [1, 2, 0, 0.5], "low_fraction": 0.25, "n_io_threads": 2,
-                                 "direct_io": False, "force_miss": True, "cache_bytes": "3MiB", "profile": None, "miss": "fetch", "host_copies": False, "host_pinned": False,
+                                 "direct_io": False, "force_miss": True, "verify": False, "cache_bytes": "3MiB", "profile": None, "miss": "fetch", "host_copies": False, "host_pinned": False,
                                  "unified_memory": False, "prefetch": 0, "prefetch_copy": "rule", "prefetch_ranks": 1, "prefetch_prompts": True, "lean": 0}
         assert s["budget"]["budget_bytes"] == 3 * 2**20
         assert s["mode"] == "mixed" and s["sidecar"] == str(dual.with_name("small.experts.gguf"))
