@@ -20,13 +20,19 @@ from hobbit_cpp import _convert_run, convert  # noqa: E402
 PIECE = 64 << 20
 
 
-def write_pair(reader, experts, main, sidecar, *, link, imatrix, threads, progress, warn):
+def write_pair(reader, experts, main, sidecar, *, link, imatrix, threads, progress, warn, checksums=None):
     """In the place of hobbit_cpp._convert_run.write_pair(), with the same arguments but no error sums."""
     offloaded = {c.tensor.name for c in experts}
+
+    def write(writer, name, offset, data):
+        writer.write(name, offset, data)
+        if checksums and name in checksums.slabs:
+            checksums.add(name, data)
+
     for t in reader.tensors.values():
         if t.name not in offloaded:
             for offset in range(0, t.nbytes, PIECE):
-                main.write(t.name, offset, reader.read(t, offset, min(PIECE, t.nbytes - offset)))
+                write(main, t.name, offset, reader.read(t, offset, min(PIECE, t.nbytes - offset)))
     with ThreadPoolExecutor(threads) as pool:
         def quantize(c, rows):
             blocks = [rows[i:i + 128] for i in range(0, len(rows), 128)]
@@ -38,7 +44,7 @@ def write_pair(reader, experts, main, sidecar, *, link, imatrix, threads, progre
             first = first_low = None
             for e in range(c.n_expert):
                 rows = np.frombuffer(reader.read(t, e * c.n_out * row, c.n_out * row), np.uint8).reshape(c.n_out, row)
-                sidecar.write(t.name + ".high", e * c.n_out * row, rows)
+                write(sidecar, t.name + ".high", e * c.n_out * row, rows)
                 low = None
                 if first is not None:
                     for r in np.flatnonzero((first[:, :8] == rows[0, :8]).all(axis=1)):
@@ -49,7 +55,7 @@ def write_pair(reader, experts, main, sidecar, *, link, imatrix, threads, progre
                     low = quantize(c, rows)
                 if first is None:
                     first, first_low = rows, low
-                sidecar.write(t.name + ".low", e * low.nbytes, low)
+                write(sidecar, t.name + ".low", e * low.nbytes, low)
     return {c.tensor.name: _convert_run.Errors(1.0, 1.0, 0.0, 0.0) for c in experts}
 
 

@@ -1,7 +1,7 @@
 """One timed run, in its own process: python _worker.py JSON. Prints one JSON line on the real stdout.
 
 The JSON says: engine (stock, hobbit), model, threads, n_ctx, n_ubatch, first_token (of the fixed token stream),
-phases ([["prefill", n], ["decode", n], ["clear", 0], ...]), and optionally procs (a cgroup's cgroup.procs, joined
+phases ([["prefill", n], ["decode", n], ["clear", 0], ...]), and optionally n_gpu_layers of stock, procs (files of cgroups, joined
 before anything is loaded), extra_bufts (repacked weights and AMX: other kernels). Stock: load (mmap, none, direct_io).
 Hobbit: hobbit (arguments of Llama).
 
@@ -40,7 +40,7 @@ def load_stock(job):
 
     lib.llama_backend_init()
     mp = lib.llama_model_default_params()
-    mp.n_gpu_layers = 0
+    mp.n_gpu_layers = job.get("n_gpu_layers", 0)
     mp.load_mode = {"mmap": lib.LLAMA_LOAD_MODE_MMAP, "none": lib.LLAMA_LOAD_MODE_NONE, "direct_io": lib.LLAMA_LOAD_MODE_DIRECT_IO}[job["load"]]
     mp.use_extra_bufts = job["extra_bufts"]
     model = lib.llama_model_load_from_file(job["model"].encode(), mp)
@@ -127,8 +127,8 @@ def main():
     job = json.loads(sys.argv[1])
     real = os.dup(1)
     os.dup2(2, 1)  # whatever libraries print goes to stderr
-    if job.get("procs"):
-        with open(job["procs"], "w") as f:
+    for procs in job.get("procs", []):
+        with open(procs, "w") as f:
             f.write(str(os.getpid()))
     try:
         out = run(job)

@@ -17,6 +17,7 @@ less.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -28,7 +29,7 @@ import sys
 import time
 
 import _disk
-from _cgroup import CgroupError, MemoryCgroup, drop_caches
+from _cgroup import CgroupError, MemoryCgroup, ReadLimit, drop_caches
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
@@ -69,6 +70,7 @@ def parse_args():
     p.add_argument("--dir", required=True, help="folder for the model files, on the disk to be measured")
     p.add_argument("--quick", action="store_true")
     p.add_argument("--memory", type=size, metavar="SIZE", help="limit of the cgroup (default: 4G; quick: 320M)")
+    p.add_argument("--read-limit", type=size, metavar="SIZE", help="bytes a second that may be read from the disk (default: no limit)")
     p.add_argument("--cache", default="auto", help="hobbit's budget: auto or a size")
     p.add_argument("--repeats", type=int)
     p.add_argument("--prompt", type=int, metavar="N", help="tokens of the long prompt (default: 512)")
@@ -145,8 +147,11 @@ def model_files(args, want_pair):
 def run(args, job, lib):
     """One run in its cgroup: the worker's JSON with outcome, exit and the cgroup's figures."""
     drop_caches()
-    with MemoryCgroup(f"hobbit-bench-{os.getpid()}", args.memory) as group:
-        job = dict(job, procs=group.procs)
+    with contextlib.ExitStack() as groups:
+        group = groups.enter_context(MemoryCgroup(f"hobbit-bench-{os.getpid()}", args.memory))
+        job = dict(job, procs=[group.procs])
+        if args.read_limit:
+            job["procs"].append(groups.enter_context(ReadLimit(f"hobbit-bench-{os.getpid()}", job["model"], args.read_limit)).procs)
         child = subprocess.Popen([sys.executable, os.path.join(HERE, "_worker.py"), json.dumps(job)], env=environment(lib),
                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
@@ -254,7 +259,7 @@ def main():
     except KeyboardInterrupt:
         print("big: interrupted", file=sys.stderr)
         return 130
-    speed = max(max(s.values()) for s in speeds)
+    speed = min(max(max(s.values()) for s in speeds), args.read_limit or float("inf"))
     results = {name: summary(runs, speed) for name, runs in raw.items()}
     print(f"{os.path.basename(plain)}, {os.path.getsize(plain) / 1e9:.2f} GB, in {args.memory / 2**30:.2f} GiB; {args.threads} threads; "
           f"direct reads {speed / 1e9:.2f} GB/s; median of {args.repeats}; tok/s")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from . import doctor
+from . import _board, doctor
 from .memory import format_bytes
 
 
@@ -16,6 +16,7 @@ def add_parser(commands) -> None:
                             description="Say what was built, what this machine has, how fast its disk reads, and what would be chosen for a model. Loads no model.")
     p.add_argument("model", metavar="MODEL.gguf", nargs="?")
     p.add_argument("--no-disk", action="store_true", help="do not measure the disk (which takes a second)")
+    p.add_argument("--board", action="store_true", help="what a small board (Jetson) has, too, and what on it costs speed")
     p.add_argument("--json", action="store_true", help="print everything as JSON")
     add_model_arguments(p)
     add_offload_arguments(p)
@@ -24,6 +25,8 @@ def add_parser(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     report = {"build": doctor.build(), "machine": doctor.machine()}
+    if args.board:
+        report["board"] = {**(board := _board.read()), "remarks": _board.remarks(board)}
     if args.model:
         report["model"] = doctor.model(args)
     if not args.no_disk:
@@ -47,6 +50,8 @@ def lines(report: dict):
     yield f"memory      {format_bytes(memory['available'])} available of {format_bytes(memory['limit'])}, page cache counted as free" + (
         f" (a control group's limit; the machine has {format_bytes(memory['total'])})" if memory["limited"] else "")
     yield f"reserve     {format_bytes(memory['reserve'])} that cache_bytes='auto' leaves alone"
+    if "board" in report:
+        yield from _board.lines(report["board"])
     if d:
         yield (f"disk        {format_bytes(d['bytes_per_second'])}/s, {format_bytes(d['bytes'])} in pieces of {format_bytes(d['piece'])}, {d['threads']} at a time, "
                f"{'past' if d['direct'] else 'through'} the page cache, from {d['path']}")
