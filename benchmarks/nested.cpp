@@ -22,17 +22,20 @@ extern "C" {
 //   room    [n_levels + 1]                   what it takes in memory then, room[0] = 0, not falling
 //   served  [n_layers][n_tokens][n_used]     out: level
 // A use takes what is there where that is enough; else the missing part is loaded. What must go is the last part of the
-// expert with the least priority: the rule of csrc/core/policy_hobbit.cpp, whose "high" uses are those that wanted the part,
+// expert with the least priority: the rule of csrc/core/policy_hobbit.cpp, whose "high" uses are those that wanted the part, ties by the older use,
 //   (R + F + F_part)/T + 1 - distance/n
 // with own != 0 of the uses that wanted the part alone: (R_part + 2 F_part)/T + 1 - distance/n.
+// whole != 0: each level is a copy of its own, loaded whole in place of a smaller one and given up whole.
 // Returns the bytes loaded; -1 if one step does not fit.
 int64_t nested_play(int n_layers, int n_expert, int n_used, int n_tokens, const int32_t * pos, const int32_t * experts, const int32_t * wanted,
-                    int n_levels, const int64_t * size, const int64_t * room, int64_t budget, int own, int32_t * served) {
+                    int n_levels, const int64_t * size, const int64_t * room, int64_t budget, int own, int whole,
+                    int32_t * served) {
     const int n = n_layers * n_expert;
     struct record { uint32_t last = 0, uses = 0; };
     std::vector<record>  of((size_t) n * (n_levels + 1)); // [expert][level]: uses that wanted at least that level; 0: all
     std::vector<int>     there(n, 0);
     std::vector<uint8_t> pinned(n, 0);
+    std::vector<int64_t> clock(n, 0); // step of its last use
     int64_t used = 0, loaded = 0;
     uint32_t tokens = 0;
     for (int t = 0; t < n_tokens; ++t) {
@@ -46,6 +49,7 @@ int64_t nested_play(int n_layers, int n_expert, int n_used, int n_tokens, const 
             for (int r = 0; r < n_used; ++r) {
                 const int e = l * n_expert + experts[at + r];
                 pinned[e] = 1;
+                clock[e]  = (int64_t) t * n_layers + l;
                 for (int j = 0; j <= wanted[at + r]; ++j) {
                     of[(size_t) e * (n_levels + 1) + j].last = tokens;
                     of[(size_t) e * (n_levels + 1) + j].uses++;
@@ -68,7 +72,7 @@ int64_t nested_play(int n_layers, int n_expert, int n_used, int n_tokens, const 
                             const int distance = (v / n_expert - l + n_layers - 1) % n_layers + 1; // the layer being served is the farthest
                             const double p = (own ? (double) part.last + 2.0 * part.uses : (double) all.last + all.uses + part.uses) / tokens
                                              + 1.0 - (double) distance / n_layers;
-                            if (p < least) {
+                            if (p < least || (p == least && clock[v] < clock[victim])) {
                                 least  = p;
                                 victim = v;
                             }
@@ -77,14 +81,14 @@ int64_t nested_play(int n_layers, int n_expert, int n_used, int n_tokens, const 
                             return -1;
                         }
                         int64_t freed = 0;
-                        while (freed == 0) {
-                            freed = room[there[victim]] - room[there[victim] - 1];
+                        while (freed == 0 || (whole && there[victim] > 0)) {
+                            freed += room[there[victim]] - room[there[victim] - 1];
                             there[victim]--;
                         }
                         used -= freed;
                     }
                     used   += more;
-                    loaded += size[w] - size[there[e]];
+                    loaded += size[w] - (whole ? 0 : size[there[e]]);
                     there[e] = w;
                 }
                 served[at + r] = there[e];

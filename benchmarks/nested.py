@@ -23,6 +23,7 @@ from _nested_format import FORMATS, Q8, native, pointer
 
 PAIRS = ("q6_k+q4_k", "q5_k+q3_k", "q4_k+q2_k")
 THRESHOLDS = ((0.7, 0.95), (0.6, 1.0))
+TYPES = {2: "q2_k", 3: "q3_k", 4: "q4_k", 5: "q5_k", 6: "q6_k", 8: "q8_0"}
 ROOM = {"q8_0": dict.fromkeys(range(1, 9), 8.5),                                     # bits of a weight that was expanded on arrival
         "types": {2: 5.0, 3: 5.0, 4: 5.0, 5: 6.0, 6: 8.5, 7: 8.5, 8: 8.5}}            # to q4_1, q5_1 or q8_0
 
@@ -72,8 +73,8 @@ def price_for(g, levels, lost, size, wanted: float) -> float:
 
 # --- playing ---
 
-def play_nested(routing, wanted, n_expert, n, levels, size, room, budget, own=False):
-    """(bytes a token, served level of each use). size, room: {level: bytes loaded as far as that, bytes in memory}; own: see nested.cpp."""
+def play_nested(routing, wanted, n_expert, n, levels, size, room, budget, own=False, whole=False):
+    """(bytes a token, served level of each use). size, room: {level: bytes loaded as far as that, bytes in memory}; own, whole: see nested.cpp."""
     n_layers, n_tokens, n_used = routing.experts.shape
     place = {SKIP: 0, **{b: i + 1 for i, b in enumerate(levels)}}
     want = np.vectorize(place.get)(wanted).astype(np.int32)
@@ -82,7 +83,7 @@ def play_nested(routing, wanted, n_expert, n, levels, size, room, budget, own=Fa
     served = np.empty_like(want)
     experts = np.ascontiguousarray(routing.experts, np.int32)
     loaded = native().nested_play(n_layers, n_expert, n_used, n_tokens, pointer(pos), pointer(experts), pointer(want), len(levels), pointer(sizes), pointer(rooms),
-                                  ctypes.c_int64(budget), int(own), pointer(served))
+                                  ctypes.c_int64(budget), int(own), int(whole), pointer(served))
     if loaded < 0:
         raise SystemExit("the slots do not hold what one layer of a token needs")
     return loaded / n_tokens, np.array([SKIP, *levels], np.int32)[served]
@@ -119,14 +120,18 @@ def plane(a):
             table.add(f"{pair} {t1:g}/{t2:g}", *measure(model, text, lambda r: play_pair(r, n, model.n_expert, *sizes, t1, t2, a.slots),
                                                         lambda g: np.full(g.shape, LOW)))
     for name in a.format:
-        form = FORMATS[name]
-        lost = add_nested(model, form, sorted({*a.levels, *a.alone}))
-        size = {b: nested_bytes(model, form, b) for b in (SKIP, *lost)}
+        levels, whole = sorted({*a.levels, *a.alone}), name == "types"
+        if whole:
+            size = {SKIP: 0, **{b: sum(add_type(model, b, TYPES[b])) for b in levels}}
+            lost = {b: relative_error(model, b) for b in levels}
+        else:
+            lost = add_nested(model, FORMATS[name], levels)
+            size = {b: nested_bytes(model, FORMATS[name], b) for b in (SKIP, *levels)}
         room = {b: round(size[b] if a.room == "planes" or b == SKIP else model.n_weights / 8 * ROOM[a.room][b]) for b in size}
 
         def point(title, levels, price):
             wish = lambda g: graded(g, levels, lost, size, price)  # noqa: E731
-            table.add(title, *measure(model, text, lambda r: play_nested(r, wish(r.gate), model.n_expert, n, levels, size, room, a.slots, a.own), wish))
+            table.add(title, *measure(model, text, lambda r: play_nested(r, wish(r.gate), model.n_expert, n, levels, size, room, a.slots, a.own, whole), wish))
 
         for bits in a.bits:
             price = price_for(text.routing.gate, a.levels, lost, size, bits * model.n_weights / 8)
@@ -175,7 +180,7 @@ def main():
     p.add_argument("--chunks", type=int, default=12)
     p.add_argument("--part", type=int, default=0)
     p.add_argument("--parts", type=int, default=1, help="deal the chunks in turn and take one part")
-    p.add_argument("--format", nargs="+", choices=list(FORMATS), default=["k8"])
+    p.add_argument("--format", nargs="+", choices=[*FORMATS, "types"], default=["k8"], help="types: a copy of its own for each level")
     p.add_argument("--levels", type=lambda s: tuple(map(int, s.split(","))), default=(3, 4, 5, 6, 8))
     p.add_argument("--alone", nargs="*", type=int, default=[], help="also: all uses at so many planes")
     p.add_argument("--bits", type=lambda s: tuple(map(float, s.split(","))), default=(4.0, 4.5, 5.0, 5.5, 6.5))
