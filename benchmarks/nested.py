@@ -2,6 +2,7 @@
 
     python benchmarks/nested.py prefixes MODEL-f16.gguf --text FILE
     python benchmarks/nested.py plane MODEL-f16.gguf --text FILE --slots 5.6MB [--format k8] [--levels 3,4,5,6,8] [--bits 4,4.5,5]
+    python benchmarks/nested.py variants MODEL-f16.gguf --text FILE --slots 5.6MB --bits 4.5
     python benchmarks/nested.py speed
 
 plane compares, in one cache of so many bytes: uniform types, pairs, and nested copies. Loads are played (pairs and uniform types by the engine's
@@ -15,7 +16,7 @@ import os
 import sys
 import time
 
-from _plane import HIGH, LOW, PROJECTIONS, UNIFORM, Table, add_type, measure, megabytes, play_pair, relative_error, uniform_line
+from _plane import HIGH, LOW, PROJECTIONS, UNIFORM, Table, add_type, at_equal_loss, measure, megabytes, play_pair, relative_error, type_bytes, uniform_line
 
 import numpy as np
 from _forward import SKIP, Model, Text
@@ -140,6 +141,52 @@ def plane(a):
             point(f"{name}, all {planes} planes", (planes,), 0.0)
 
 
+def variants(a):
+    """Bytes against the uniform types of equal distortion (mean of g^2 D as served), on the routing of the model as given."""
+    model = Model(a.model)
+    text = Text(model, a.model, a.text, chunks=a.chunks)
+    routing, n, levels, bits = text.routing, text.tokens.shape[1], a.levels, a.bits[0]
+    square = routing.gate.astype(np.float64) ** 2
+    line = []
+
+    def distortion(served, lost):
+        return (square * np.vectorize({SKIP: 1.0, **lost}.get)(served)).sum() / square.sum()
+
+    def against(loaded, loss):
+        equal = at_equal_loss(line, loss)
+        return "-" if equal is None else f"{100 * (loaded / equal[0] - 1):+.1f} %"
+
+    size, lost = {}, {}
+    for level, kind in TYPES.items():
+        size[level] = sum(by_projection := add_type(model, level, kind))
+        lost[level] = relative_error(model, level)
+        line.append((play_pair(routing, n, model.n_expert, by_projection, [1, 1, 1], 1.0, 1.0, a.slots)[0], lost[level], 0))
+
+    def show(name, levels, size, lost, room=None, **how):
+        size, lost = {SKIP: 0, **size}, {b: lost[b] for b in levels}
+        wanted = lambda g: graded(g, levels, lost, size, price)  # noqa: E731
+        price = price_for(routing.gate, levels, lost, size, bits * model.n_weights / 8)
+        room = {b: round(model.n_weights / 8 * ROOM[room][b]) if room and b else size[b] for b in size}
+        loaded, served = play_nested(routing, wanted(routing.gate), model.n_expert, n, levels, size, room, a.slots, **how)
+        print(f"| {name} | {against(loaded, distortion(served, lost))} | {100 * (wanted(routing.gate) == SKIP).mean():.2f} % |", flush=True)
+
+    print(f"{os.path.basename(a.model)}, {bits:g} bits wanted\n\n| | to uniform | wants to skip |\n|---|---|---|")
+    for pair in a.pairs:
+        high, low = (next(b for b, kind in TYPES.items() if kind == k) for k in pair.split("+"))
+        loaded, served = play_pair(routing, n, model.n_expert, type_bytes(model, TYPES[high]), type_bytes(model, TYPES[low]), 0.6, 1.0, a.slots)
+        print(f"| {pair} 0.6/1 | {against(loaded, distortion(served, {HIGH: lost[high], LOW: lost[low]}))} | |", flush=True)
+    for name in FORMATS:
+        nested_lost = add_nested(model, FORMATS[name], range(2, 9))
+        nested_size = {b: nested_bytes(model, FORMATS[name], b) for b in range(2, 9)}
+        show(f"{name}, planes in memory", levels, nested_size, nested_lost)
+    show("k8, parts rated by the uses that wanted them", levels, nested_size, nested_lost, own=True)
+    for some in ((2, 3, 4, 5, 6, 7, 8), (3, 4, 5, 6), (3, 5, 8), (4, 6, 8)):
+        show(f"k8, levels {','.join(map(str, some))}", some, nested_size, nested_lost)
+    show("k8, in memory as q8_0", levels, nested_size, nested_lost, "q8_0")
+    show("k8, in memory as q4_1, q5_1 or q8_0", levels, nested_size, nested_lost, "types")
+    show(f"copies of their own: {', '.join(TYPES[b] for b in levels)}", levels, size, lost, whole=True)
+
+
 def speed(a):
     """A product of planes against one of the same rows as int8, in time of the thread, fastest of seven; the results must agree."""
     lib, (n_rows, n_in) = native(), a.shape
@@ -174,7 +221,7 @@ def speed(a):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("command", choices=("prefixes", "plane", "speed"))
+    p.add_argument("command", choices=("prefixes", "plane", "variants", "speed"))
     p.add_argument("model", nargs="?")
     p.add_argument("--text")
     p.add_argument("--chunks", type=int, default=12)
@@ -191,7 +238,7 @@ def main():
     p.add_argument("--own", action="store_true", help="a part of an expert counts the uses that wanted it, not all")
     p.add_argument("--shape", type=lambda s: tuple(map(int, s.split("x"))), default=(4096, 4096), help="speed: rows x their length")
     a = p.parse_args()
-    {"prefixes": prefixes, "plane": plane, "speed": speed}[a.command](a)
+    {"prefixes": prefixes, "plane": plane, "variants": variants, "speed": speed}[a.command](a)
     return 0
 
 
