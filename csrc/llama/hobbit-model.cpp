@@ -281,8 +281,8 @@ ggml_tensor * hobbit_tensor_meta(const hobbit * h, const char * name) {
 
 bool hobbit_has_expert_tensor(const hobbit * h, const std::string & name) { return h && h->meta.count(name) > 0; }
 
-// Memory for the slots of group gi, and how they are written. Throws std::runtime_error.
-static void place_banks(hobbit & h, size_t gi, hob::group_layout & g, const group_plan & plan, bool unified) {
+// Memory for the slots of group gi, and how they are written; with measure, how much that would be. Throws std::runtime_error.
+static void place_banks(hobbit & h, size_t gi, hob::group_layout & g, const group_plan & plan, bool unified, bool measure) {
     h.banks.emplace_back();
     hobbit::group_banks & gb = h.banks.back();
     gb.buft_name = ggml_backend_buft_name(plan.buft);
@@ -314,9 +314,10 @@ static void place_banks(hobbit & h, size_t gi, hob::group_layout & g, const grou
     if (!ggml_backend_buft_is_host(plan.buft)) {
         total += READ_BEYOND;
     }
+    h.bank_bytes[plan.buft] += total;
     ggml_backend_buffer_t buf = nullptr;
     uint8_t * shared = nullptr; // the slots as the CPU sees them, where device and CPU share them
-    if (unified) {
+    if (unified && !measure) {
         h.host_memory.push_back(std::make_unique<hobbit_pinned>(total, gb.dev));
         shared = h.host_memory.back()->data();
         buf = h.host_memory.back()->seen_by(gb.dev).release();
@@ -324,12 +325,18 @@ static void place_banks(hobbit & h, size_t gi, hob::group_layout & g, const grou
             throw std::runtime_error(std::string(ggml_backend_dev_name(gb.dev)) + " cannot compute with host memory: turn unified memory off");
         }
     } else {
-        buf = ggml_backend_buft_alloc_buffer(plan.buft, total);
+        buf = ggml_backend_buft_alloc_buffer(plan.buft, measure ? 0 : total);
     }
     if (!buf) {
         throw std::runtime_error("out of memory: " + std::to_string(total) + " bytes for expert slots in " + gb.buft_name);
     }
     h.bank_bufs.emplace_back(buf);
+    if (measure) { // as llama.cpp does it with weights: a buffer without memory says where they would be
+        for (ggml_tensor * t = ggml_get_first_tensor(h.bank_ctx.get()); t; t = ggml_get_next_tensor(h.bank_ctx.get(), t)) {
+            t->buffer = t->buffer ? t->buffer : buf;
+        }
+        return;
+    }
     ggml_backend_buffer_set_usage(buf, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     if (gb.heads) {
         ggml_backend_buffer_clear(buf, 0); // products with the part of a divided expert read the whole slot: no NaN may be there
@@ -394,7 +401,7 @@ static void drop_layers(hobbit_sidecar & sc, const std::function<bool(const hobb
     sc.layers = std::move(kept);
 }
 
-void hobbit_start(hobbit & h, const llama_model & model) {
+void hobbit_start(hobbit & h, const llama_model & model, bool measure) {
     drop_layers(h.sidecar, [&](const hobbit_sidecar_layer & l) { return model.get_tensor(h.sidecar.tensors[l.tensors[0]].name.c_str()) != nullptr; });
     std::vector<int> n_used;
     std::vector<ggml_backend_buffer_type_t> bufts;
@@ -433,6 +440,8 @@ void hobbit_start(hobbit & h, const llama_model & model) {
             throw std::runtime_error(std::string(ggml_backend_dev_name(device)) + " shares its memory with the CPU: there are no host copies beside the slots, and none to "
                                      "compute from (leave host_copies and miss out)");
         }
+    } else if (measure) {
+        // copies in host memory are not what a measured load is asked about
     } else if (hobbit_wants_host_copies(h, b, device)) {
         hobbit_load_host_copies(h, layout, b, *files, device);
     } else {
@@ -441,12 +450,15 @@ void hobbit_start(hobbit & h, const llama_model & model) {
 
     h.bank_ctx.reset(ggml_init({ ggml_tensor_overhead() * layout.groups.size() * (hob::N_COPIES * hob::MAX_PROJ + 1), nullptr, /*.no_alloc =*/ true }));
     for (size_t gi = 0; gi < layout.groups.size(); ++gi) {
-        place_banks(h, gi, layout.groups[gi], plans[gi], b.unified && device);
+        place_banks(h, gi, layout.groups[gi], plans[gi], b.unified, measure);
     }
     if (!h.host.empty() && (device || h.params.miss == HOBBIT_MISS_CPU || h.params.link_speed > 0.0)) {
         hobbit_measure_speeds(h, layout, b);
     }
     h.engine = std::make_unique<hob::engine>(std::move(layout), h.params, b, std::move(files), std::move(some));
+    if (measure) {
+        return;
+    }
     h.engine->fill_whole_groups();
     h.gates = std::make_shared<hobbit_gates>();
 
@@ -454,6 +466,15 @@ void hobbit_start(hobbit & h, const llama_model & model) {
     LLAMA_LOG_INFO("%s: expert offloading: budget %.1f MiB of %.1f MiB (floor %.1f MiB), %d layers in %d group(s), T1 %.3f, T2 %.3f, %s reads\n", __func__,
         info.budget_bytes / 1048576.0, info.high_bytes / 1048576.0, info.floor_bytes / 1048576.0, info.n_layers, info.n_groups,
         h.params.t1, h.params.t2, info.direct_io ? "direct" : "buffered");
+}
+
+void hobbit_add_memory(const hobbit * h, std::map<ggml_backend_buffer_type_t, size_t> & bytes) {
+    if (h) {
+        bytes.erase(const_cast<ggml_backend_buffer_type_t>(&h->virtual_buft));
+        for (const auto & [buft, n] : h->bank_bytes) {
+            bytes[buft] += n;
+        }
+    }
 }
 
 size_t hobbit_extra_nodes(const hobbit * h, uint32_t n_tokens) {

@@ -42,6 +42,7 @@ struct hobbit {
     };
     std::vector<group_banks> banks; // [group]
     ggml_context_ptr bank_ctx;
+    std::map<ggml_backend_buffer_type_t, size_t> bank_bytes;
 
     // all copies in host memory, [n_in, n_out, n_expert]; empty: they are read from the files
     struct host_copies {
@@ -73,8 +74,12 @@ std::shared_ptr<hobbit> hobbit_open(const std::string & main_path, const gguf_co
 // Shape and type of an expert tensor that the main file leaves out; null: not one of ours.
 ggml_tensor * hobbit_tensor_meta(const hobbit * h, const char * name);
 
-// Divide the budget, allocate the banks, start the threads. Throws std::runtime_error.
-void hobbit_start(hobbit & h, const llama_model & model);
+// Divide the budget, allocate the banks, start the threads; with measure without memory, for a model that is loaded to see
+// what it would take (no_alloc). Throws std::runtime_error.
+void hobbit_start(hobbit & h, const llama_model & model, bool measure);
+
+// Into a model's memory by buffer type: the banks, and not the expert tensors, which have none. h may be null.
+void hobbit_add_memory(const hobbit * h, std::map<ggml_backend_buffer_type_t, size_t> & bytes);
 
 // What hobbit_last_error() says on this thread.
 void hobbit_set_last_error(const std::string & why);
