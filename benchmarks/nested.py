@@ -103,7 +103,7 @@ def prefixes(a):
 
     for kind in UNIFORM:
         show(kind, HIGH, sum(add_type(model, HIGH, kind)))
-    for name in a.format:
+    for name in (f for f in a.format if f in FORMATS):
         add_nested(model, FORMATS[name], a.levels)
         for planes in a.levels:
             show(f"{name}, {planes} planes", planes, nested_bytes(model, FORMATS[name], planes))
