@@ -329,23 +329,6 @@ void engine::cpu_done() {
     stats_[layer_].wait_us += arrived - done;
 }
 
-// Only a high copy serves every request.
-void engine::lean(int layer, const float * logits, float * bonus) {
-    std::lock_guard<std::recursive_mutex> lock(mutex_);
-    const int n = layout_.layers[layer].n_expert;
-    const float b = (float) (params_.lean * leaning_.spread(layer, logits, n));
-    pool & pl = pool_of(layer, COPY_HIGH);
-    for (int e = 0; e < n; ++e) {
-        const int s = pl.find(layer, e);
-        bonus[e] = s >= 0 && !pl.at(s).load.failed ? b : 0.0f;
-    }
-}
-
-void engine::leaned(int layer, int changed) {
-    std::lock_guard<std::recursive_mutex> lock(mutex_);
-    stats_[layer].leaned += changed;
-}
-
 // Times that the running sequences used an expert.
 uint32_t engine::uses(int layer, int expert) const {
     uint32_t n = 0;
@@ -447,14 +430,6 @@ slot & engine::occupy(pool & p, int s, int layer, int expert, int copy) {
     x.last_clock = clock_;
     x.last_pass  = pass_;
     return x;
-}
-
-// A load ahead that came to nothing.
-void engine::release_failed(pool & pl, int s) {
-    const slot & x = pl.at(s);
-    stats_[x.layer].evictions++;
-    event(HOBBIT_EVENT_EVICT, x.layer, x.expert, pl.copy(), s);
-    pl.release(s);
 }
 
 // Queue the loads of a wave. Without must, stops at the first copy that finds no slot; the rest is queued

@@ -180,9 +180,9 @@ class engine {
     bool load_ahead(int layer, int expert, int copy, bool same_layer, std::vector<load_request> & loads);
     void predict(next_routers & routers);
     void follow_up(int next, int ahead);
-    bool has_room(const pool & pl, int layer) const;
-    void hold(int layer, const guess & x);
-    void load_guess(int layer, guess & x, std::vector<load_request> & by_link);
+    int  room(const pool & pl, int layer) const;
+    void hold(int layer, const guess & x, int * left); // left [N_COPIES]: slots that can be set aside
+    void load_guess(int layer, guess & x, int * left, std::vector<load_request> & by_link);
     slot * slot_of(int layer, const guess & x);
     void release_failed(pool & pl, int s);
     void give_up(int layer, guess & x);

@@ -3,7 +3,7 @@
 //
 // A prediction is worth what a miss is worth: the rule decides on its copy. What is resident already is held as well, so that nothing
 // loaded for a farther layer pushes it out. The nearest prediction of a layer counts: what a farther one queued and it does not
-// repeat is given up, and so is what turned out to be wrong.
+// repeat is given up, and so is what turned out to be wrong. Last, the bonus of residents when a router chooses.
 
 #include "engine.h"
 
@@ -92,6 +92,7 @@ void engine::follow_up(int next, int ahead) {
         return std::make_pair(-copy_for(a), -a.weight) < std::make_pair(-copy_for(b), -b.weight);
     });
     const bool load = params_.prefetch != HOBBIT_PREFETCH_AUTO || ahead <= usefulness_.depth();
+    int left[N_COPIES] = { room(pool_of(next, COPY_HIGH), next), room(pool_of(next, COPY_LOW), next) };
     std::vector<load_request> by_link;
     for (const wish & w : wishes) {
         guess x = { ahead, w.expert, copy_for(w) };
@@ -101,12 +102,12 @@ void engine::follow_up(int next, int ahead) {
         if (there) {
             x.copy = high >= 0 ? COPY_HIGH : low >= 0 ? COPY_LOW : -1;
             x.slot = high >= 0 ? high : low;
-            hold(next, x);
+            hold(next, x, left);
         }
         if (w.first && x.copy >= 0 && (!there || pool_of(next, x.copy).at(x.slot).guessed)) {
             x.bytes = g.expert_bytes(x.copy);
             if (!there && load) {
-                load_guess(next, x, by_link);
+                load_guess(next, x, left, by_link);
             }
         }
         guesses.push_back(x);
@@ -114,8 +115,8 @@ void engine::follow_up(int next, int ahead) {
     submit_ahead(by_link);
 }
 
-// Can one more slot be set aside? So many stay as a layer can need whatever was predicted.
-bool engine::has_room(const pool & pl, int layer) const {
+// Slots that can be set aside. So many stay as a layer can need whatever was predicted.
+int engine::room(const pool & pl, int layer) const {
     const layer_layout & l = layout_.layers[layer];
     const int need = (int) std::min<int64_t>(l.n_expert, (int64_t) n_tokens_ * l.n_used);
     int taken = 0;
@@ -123,24 +124,24 @@ bool engine::has_room(const pool & pl, int layer) const {
         const slot & x = pl.at(s);
         taken += x.pins > 0 || x.held || !x.load.done();
     }
-    return taken + need - (pl.copy() == COPY_LOW) < pl.n_slots(); // rank 0 is always high
+    return pl.n_slots() - taken - need + (pl.copy() == COPY_LOW); // rank 0 is always high
 }
 
-void engine::hold(int layer, const guess & x) {
-    if (x.slot < 0) {
-        return;
+void engine::hold(int layer, const guess & x, int * left) {
+    slot * s = slot_of(layer, x);
+    if (s && !s->held && !s->load.failed && left[x.copy] > 0) {
+        s->held = true;
+        left[x.copy]--;
     }
-    pool & pl = pool_of(layer, x.copy);
-    slot & s  = pl.at(x.slot);
-    s.held = s.held || (!s.load.failed && has_room(pl, layer));
 }
 
-void engine::load_guess(int layer, guess & x, std::vector<load_request> & by_link) {
+void engine::load_guess(int layer, guess & x, int * left, std::vector<load_request> & by_link) {
     pool & pl = pool_of(layer, x.copy);
-    const int s = has_room(pl, layer) ? find_victim(pl, layer, x.copy, false) : -1;
+    const int s = left[x.copy] > 0 ? find_victim(pl, layer, x.copy, false) : -1;
     if (s < 0) {
         return;
     }
+    left[x.copy]--;
     group_layout & g = layout_.groups[pl.group()];
     slot & to = occupy(pl, s, layer, x.expert, x.copy);
     to.prefetched = to.guessed = to.held = true;
@@ -166,6 +167,14 @@ void engine::load_guess(int layer, guess & x, std::vector<load_request> & by_lin
 slot * engine::slot_of(int layer, const guess & x) {
     slot * s = x.slot >= 0 ? &pool_of(layer, x.copy).at(x.slot) : nullptr;
     return s && s->layer == layer && s->expert == x.expert ? s : nullptr;
+}
+
+// A load ahead that came to nothing.
+void engine::release_failed(pool & pl, int s) {
+    const slot & x = pl.at(s);
+    stats_[x.layer].evictions++;
+    event(HOBBIT_EVENT_EVICT, x.layer, x.expert, pl.copy(), s);
+    pl.release(s);
 }
 
 // The slot is like any other again; what is queued for it and was not begun is not read.
@@ -197,6 +206,9 @@ void engine::settle(int layer, bool served) {
     hobbit_stats & st = stats_[layer];
     uint64_t * const predicted[MAX_AHEAD] = { &st.predicted_1, &st.predicted_2, &st.predicted_3 };
     uint64_t * const correct[MAX_AHEAD]   = { &st.correct_1, &st.correct_2, &st.correct_3 };
+    if (guesses_[layer].empty()) {
+        return;
+    }
     for (guess & x : guesses_[layer]) {
         const bool right = served && plan_of_[x.expert] >= 0;
         const int32_t wanted = right ? plans_[plan_of_[x.expert]].wanted : HOBBIT_SKIP;
@@ -256,6 +268,23 @@ int engine::take_held(pool & p) {
         loader_.wait_done(x.load);
     }
     return found;
+}
+
+// Only a high copy serves every request.
+void engine::lean(int layer, const float * logits, float * bonus) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    const int n = layout_.layers[layer].n_expert;
+    const float b = (float) (params_.lean * leaning_.spread(layer, logits, n));
+    pool & pl = pool_of(layer, COPY_HIGH);
+    for (int e = 0; e < n; ++e) {
+        const int s = pl.find(layer, e);
+        bonus[e] = s >= 0 && !pl.at(s).load.failed ? b : 0.0f;
+    }
+}
+
+void engine::leaned(int layer, int changed) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    stats_[layer].leaned += changed;
 }
 
 } // namespace hob
