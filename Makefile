@@ -2,6 +2,7 @@
 # make demo       set up, then run the demo
 # make test       set up, then run the tests; PYTEST_ARGS="-k stats" narrows
 # make core-test  build the C++ core alone and run its unit tests; SANITIZE=address,undefined
+# make stress     the core's random schedules, STEPS long (a million), with SANITIZE=... if given
 # make clean      remove everything that was built
 #
 # PYTHON=python3.12 chooses the Python, CMAKE_ARGS="-DGGML_CUDA=ON" goes to the build of llama.cpp,
@@ -11,6 +12,8 @@ PYTHON      ?= python3
 CMAKE       ?= cmake
 PYTEST_ARGS ?=
 SANITIZE    ?=
+STEPS       ?= 1000000
+SEED        ?= 1
 JOBS        ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 CMAKE_ARGS  ?=
 export CMAKE_ARGS
@@ -24,7 +27,7 @@ PIN  := $(shell sed -n 's/^LLAMA_CPP_PYTHON_VERSION = "\(.*\)"$$/\1/p' hobbit_cp
 # need nothing, the install is an editable one.
 SOURCES := CMakeLists.txt setup.py pyproject.toml hobbit_cpp/_version.py $(shell find cmake csrc)
 
-.PHONY: setup demo test core-test clean force
+.PHONY: setup demo test core-tests-built core-test stress clean force
 
 setup: $(VENV)/built
 
@@ -54,10 +57,16 @@ $(VENV)/built: $(SOURCES) $(VENV)/bindings-$(PIN) $(VENV)/cmake-args
 	$(PIP) install --verbose -e '.[test,server]'
 	@touch $@
 
-core-test:
+core-tests-built:
 	$(CMAKE) -S . -B build/core-tests -DHOBBIT_CORE_TESTS=ON -DHOBBIT_SANITIZE="$(SANITIZE)"
 	$(CMAKE) --build build/core-tests --parallel $(JOBS)
+
+core-test: core-tests-built
 	build/core-tests/hobbit-core-tests
+
+# --steps counts forward passes of the short tests, of which this one takes twenty steps for each
+stress: core-tests-built
+	build/core-tests/hobbit-core-tests --seed $(SEED) --steps $$(($(STEPS) / 20)) stress_random_schedules
 
 clean:
 	rm -rf build dist $(VENV) hobbit_cpp/lib *.egg-info
