@@ -4,6 +4,7 @@
 # make core-test  build the C++ core alone and run its unit tests; SANITIZE=address,undefined
 # make tools      llama.cpp's own llama-cli, llama-server, llama-bench, ... in build/tools/bin (docs/tools.md)
 # make test-aarch64   the whole package for 64-bit ARM, cross-compiled, under qemu-user (docs/edge.md)
+# make stress     the core's random schedules, STEPS long (a million), with SANITIZE=... if given
 # make clean      remove everything that was built
 #
 # PYTHON=python3.12 chooses the Python, CMAKE_ARGS="-DGGML_CUDA=ON" goes to the build of llama.cpp,
@@ -13,6 +14,8 @@ PYTHON      ?= python3
 CMAKE       ?= cmake
 PYTEST_ARGS ?=
 SANITIZE    ?=
+STEPS       ?= 1000000
+SEED        ?= 1
 JOBS        ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 CMAKE_ARGS  ?=
 export CMAKE_ARGS
@@ -29,7 +32,7 @@ SOURCES := CMakeLists.txt setup.py pyproject.toml hobbit_cpp/_version.py $(shell
 # The checked sdist of llama-cpp-python; or what HOBBIT_LLAMA_CPP_SOURCE names.
 SDIST = $(PY) cmake/prepare_llama_cpp.py --sdist --pin hobbit_cpp/_version.py --download build/download --source "$$HOBBIT_LLAMA_CPP_SOURCE"
 
-.PHONY: setup demo test core-test tools test-aarch64 clean force
+.PHONY: setup demo test core-tests-built core-test stress tools test-aarch64 clean force
 
 setup: $(VENV)/built
 
@@ -58,10 +61,16 @@ $(VENV)/built: $(SOURCES) $(VENV)/bindings-$(PIN) $(VENV)/cmake-args
 	$(PIP) install --verbose -e '.[test,server]'
 	@touch $@
 
-core-test:
+core-tests-built:
 	$(CMAKE) -S . -B build/core-tests -DHOBBIT_CORE_TESTS=ON -DHOBBIT_SANITIZE="$(SANITIZE)"
 	$(CMAKE) --build build/core-tests --parallel $(JOBS)
+
+core-test: core-tests-built
 	build/core-tests/hobbit-core-tests
+
+# --steps counts forward passes of the short tests, of which this one takes twenty steps for each
+stress: core-tests-built
+	build/core-tests/hobbit-core-tests --seed $(SEED) --steps $$(($(STEPS) / 20)) stress_random_schedules
 
 tools: $(VENV)/made
 	source="$${HOBBIT_LLAMA_CPP_SOURCE:-$$($(SDIST))}" && \

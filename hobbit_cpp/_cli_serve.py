@@ -40,6 +40,7 @@ def add_parser(commands) -> None:
     g.add_argument("--max-body", metavar="SIZE", help="largest request (default: 4MiB)")
     g.add_argument("--max-queue", type=int, metavar="N", help="requests that may wait for the model (default: 512)")
     g.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of one answer (default: the context)")
+    g.add_argument("--client-timeout", type=float, metavar="SECONDS", help="for a client to send a request, or to go on reading its answer (default: 60)")
     g.add_argument("--grace", type=int, metavar="SECONDS", help="for the running request when the server is stopped (default: 10)")
     p.set_defaults(function=serve)
 
@@ -51,6 +52,7 @@ def serve(args: argparse.Namespace) -> int:
         flags = {k: v for k in ServeSettings.model_fields if (v := getattr(args, k, None)) is not None and v is not False}
         s = settings(flags, args.config)
         from ._serve_app import create_app
+        from ._serve_slow import impatient
     except ModuleNotFoundError as error:
         if (error.name or "").startswith(("hobbit_cpp", "llama_cpp")):
             raise
@@ -64,6 +66,8 @@ def serve(args: argparse.Namespace) -> int:
             app = create_app(llm, s)
             config = uvicorn.Config(app, log_level="info" if s.verbose else "warning", ssl_keyfile=s.ssl_keyfile, ssl_certfile=s.ssl_certfile,
                                     timeout_graceful_shutdown=s.grace + SLOW)
+            config.load()
+            config.http_protocol_class = impatient(config.http_protocol_class, s.client_timeout)
             _server(uvicorn, config, app.state.service, address).run(sockets=[listener])
     return 0
 

@@ -169,9 +169,10 @@ def make_params(settings: Settings, path: str, need: model_memory.Need, n_used: 
     params = b.hobbit_params()
     b.hobbit_default_params(params)
     settings.fill(params)
-    if settings.budget.kind == "auto" and n_gpu_layers and llama_cpp.llama_supports_gpu_offload() and not shares_memory(settings):
+    on_device = n_gpu_layers and llama_cpp.llama_supports_gpu_offload() and not shares_memory(settings)
+    if settings.budget.kind == "auto" and on_device:
         settings.fill(params, need.kv_cache + need.compute + DEVICE_MARGIN, on_device=True)
-    elif settings.budget.kind == "auto":
+    elif not on_device:
         set_load_params(params)  # the floor depends on n_io_threads
         info = b.hobbit_info()
         try:
@@ -179,7 +180,11 @@ def make_params(settings: Settings, path: str, need: model_memory.Need, n_used: 
                 raise ValueError(last_error(path))
         finally:
             b.hobbit_set_load_params(None)
-        settings.fill(params, auto_bytes(need, info.floor_bytes, info.high_bytes))
+        if settings.budget.kind == "auto":
+            settings.fill(params, auto_bytes(need, info.floor_bytes, info.high_bytes))
+        else:
+            check_budget(settings, need, info)
+        check_address_space(settings, params, need, info)
     return params
 
 
@@ -187,6 +192,49 @@ def shares_memory(settings: Settings) -> bool:
     """Do the GPUs have the CPU's memory, or are they to be taken for such?"""
     gpus = [d for d in devices() if d["gpu"]]
     return settings.unified_memory is True or (settings.unified_memory == "auto" and bool(gpus) and all(d["integrated"] for d in gpus))
+
+
+def asked_bytes(settings: Settings, info: b.hobbit_info) -> int:
+    """Of a budget that is not "auto"; more than everything is never taken."""
+    asked = {"bytes": settings.budget.bytes, "fraction": int(settings.budget.fraction * info.high_bytes), "min": info.floor_bytes}[settings.budget.kind]
+    return min(asked, info.floor_bytes + info.high_bytes + info.low_bytes)
+
+
+def copies_bytes(settings: Settings, info: b.hobbit_info) -> int:
+    """Of host copies that were asked for."""
+    return info.high_bytes + info.low_bytes if settings.host_copies is True or settings.miss == "cpu" else settings.host_bytes
+
+
+def check_budget(settings: Settings, need: model_memory.Need, info: b.hobbit_info) -> None:
+    """A budget beyond all memory, or a control group's limit, is refused: the process would be killed when it is used. One beyond what
+    is available now is warned of."""
+    try:
+        now = memory.read_memory()
+    except OSError:
+        return
+    budget = asked_bytes(settings, info)
+    rest = need.residents + (need.kv_cache if need.plain else 0) + copies_bytes(settings, info)
+    whole = memory.limit(now)
+    what = (f"cache_bytes={settings.cache_bytes!r} comes to {memory.format_bytes(budget)}, the rest of the model takes "
+            f"{memory.format_bytes(rest)} at least, and ")
+    if budget + rest > whole:
+        group = next((g.path for g in now.groups if g.limit == whole), None)
+        where = f"the limit of the control group {group} is" if group else "this machine has"
+        raise ValueError(f"{what}{where} {memory.format_bytes(whole)}: give less, or 'auto'")
+    if budget + rest > memory.available(now):
+        warnings.warn(f"{what}only {memory.format_bytes(memory.available(now))} are available now", RuntimeWarning, stacklevel=4)
+
+
+def check_address_space(settings: Settings, params: b.hobbit_params, need: model_memory.Need, info: b.hobbit_info) -> None:
+    """llama.cpp aborts the process where it is refused an allocation: a limit (ulimit -v) is kept clear of."""
+    left = memory.address_space_left()
+    if left is None:
+        return
+    budget = params.cache_bytes if settings.budget.kind == "auto" else asked_bytes(settings, info)
+    take = need.total + budget + copies_bytes(settings, info) + (settings.n_io_threads + (os.cpu_count() or 1)) * memory.THREAD_BYTES
+    if take > left:
+        raise ValueError(f"the limit on this process's address space leaves {memory.format_bytes(left)}, but the model and its threads can take "
+                         f"{memory.format_bytes(take)}: raise the limit (ulimit -v), or give less cache_bytes, n_ctx or n_io_threads")
 
 
 def auto_bytes(need: model_memory.Need, floor: int, high: int) -> int:

@@ -67,6 +67,7 @@ class ServeSettings(BaseModel):
     max_body: int = Field(4 * 2**20, ge=1)
     max_queue: int = Field(512, ge=1)
     max_tokens: Optional[int] = Field(None, ge=1)
+    client_timeout: float = Field(60, gt=0)
     grace: int = Field(10, ge=0)
 
     @field_validator("max_body", mode="before")

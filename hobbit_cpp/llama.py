@@ -114,6 +114,7 @@ class Llama(llama_cpp.Llama):
         self._hooks = None
         self.last_generation = None
         self._evaluated = 0
+        self._broken = False  # the state of a recurrent model, by a pass that ended early
         self._closed = ""  # why nothing works any more
         _load.check_keywords(kwargs)
         self._settings = Settings(t1=t1, t2=t2, skip_mass=skip_mass, cache_bytes=cache_bytes, policy=policy, policy_weights=policy_weights,
@@ -177,8 +178,10 @@ class Llama(llama_cpp.Llama):
                 self._lora_adapter = None
         except Exception as error:
             reason = _load.last_error(path)
+            if isinstance(error, OSError) and not reason:  # too many open files, say
+                reason = f"{path}: {error.strerror or error}"
             self.close()
-            if isinstance(error, ValueError) and reason:
+            if isinstance(error, (ValueError, OSError)) and reason:
                 raise ValueError(reason) from None
             if type(error) in (ValueError, RuntimeError) and lines:
                 raise type(error)(f"{path}: {error} ({lines[-1]})") from None
@@ -228,6 +231,8 @@ class Llama(llama_cpp.Llama):
     def eval(self, tokens):
         self._not_in_a_hook("run")
         self._check_tokens(tokens)
+        if self._broken:
+            raise HobbitError("the last forward pass ended early, and the state of a recurrent model cannot go back: call reset() and evaluate the text again")
         with self._run():
             try:
                 for i in range(0, max(1, len(tokens)), self.n_batch):
@@ -237,11 +242,13 @@ class Llama(llama_cpp.Llama):
                     self._evaluated += len(part)
             except BaseException:
                 self._requires_eval = True  # the logits of the pass before are gone
+                self._broken = bool(self._is_recurrent or self._is_hybrid) and not self._closed
                 raise
 
     def reset(self):
         with self._run():
             super().reset()
+            self._broken = False
 
     def sample(self, *args, **kwargs):
         with self._turns.run():
@@ -254,6 +261,7 @@ class Llama(llama_cpp.Llama):
     def load_state(self, state):
         with self._run():
             super().load_state(state)
+            self._broken = False
 
     def embed(self, *args, **kwargs):
         with self._run():
@@ -262,6 +270,8 @@ class Llama(llama_cpp.Llama):
     def generate(self, tokens, *args, reset=True, **kwargs):
         if not len(tokens) and (reset or self.n_tokens == 0):
             raise ValueError("the prompt is empty: there is no token to go on from")
+        if reset and self._broken:
+            self.reset()
         mine = sent = None
         generator = super().generate(tokens, *args, reset=reset, **kwargs)
         try:

@@ -174,6 +174,22 @@ def auto_budget(r: Readings, need: int, everything: int) -> int:
     return max(0, min(available(r) - reserve(r) - need, everything))
 
 
+# --- address space ---
+
+THREAD_BYTES = 72 * MIB  # a thread's stack, and what glibc sets aside for its allocations
+
+
+def address_space_left(root: str = "/") -> int | None:
+    """Bytes that this process may still map; None without a limit (RLIMIT_AS), or where that is not known."""
+    try:
+        import resource
+        soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+        match = re.search(r"^VmSize:\s+(\d+) kB", _read(root, "proc/self/status"), re.M)
+    except (ImportError, AttributeError, OSError):
+        return None
+    return None if soft == resource.RLIM_INFINITY or not match else max(0, soft - int(match[1]) * 1024)
+
+
 # --- peaks, for reports ---
 
 def peak_rss(root: str = "/") -> int:

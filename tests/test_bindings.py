@@ -80,7 +80,7 @@ def test_every_constant(ffi, header):
 
 def test_every_callback_type(ffi):
     wanted = [n for n in ffi.list_types()[0] if n.startswith("hobbit_")]
-    assert len(wanted) == 3
+    assert len(wanted) == 4
     for name in wanted:
         assert getattr(bindings, name) is expected(ffi, ffi.typeof(name)), name
 

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 
+import numpy as np
 import pytest
 
 import engine
@@ -11,6 +12,7 @@ from hobbit_cpp import HobbitError
 from hobbit_cpp._turns import Turns
 from hobbit_cpp.errors import Cancelled
 from test_llama import PROMPT, SOURCE, load, python, text
+from tiny_recurrent import make_jamba
 
 LONG = "word " * 100
 
@@ -140,7 +142,7 @@ def test_cancel_in_the_middle_of_a_prompt(dual):
         before = llm._evaluated
         with Busy(llm, lambda llm: text(llm, 8, prompt=LONG)) as busy:
             llm.cancel()
-        assert isinstance(busy.error, Cancelled) and llm._evaluated - before == 16  # the batch that was being computed
+        assert isinstance(busy.error, Cancelled) and llm._evaluated == before  # not even the batch that was being computed
         llm.set_hooks()
         assert text(llm, 8, prompt=LONG) == expected  # goes on from there
 
@@ -227,3 +229,41 @@ def test_a_forked_child_says_that_it_cannot(dual, end):
     """, dual)
     lines = out.splitlines()
     assert lines[3:] == ["0", "1"] and all("loaded before the process forked" in x for x in lines[:3])
+
+
+def test_a_recurrent_model_after_a_pass_that_ended_early(tmp_path):
+    """Its state has no way back: it says so, and begins anew with the next prompt or after reset()."""
+    source = make_jamba(tmp_path / "jamba.gguf")
+    tokens, more = [1, 5, 9, 33, 7, 8, 20, 21], {"n_ctx": 128, "logits_all": True}
+
+    def logits(llm):
+        for part in (tokens, [4], [6]):
+            llm.eval(part)
+        return llm.scores[:llm.n_tokens].copy()
+
+    def complete(llm):
+        return llm.create_completion(tokens * 3, max_tokens=6, temperature=0)["choices"][0]["text"]
+
+    with load(source, **more) as stock:
+        expected = logits(stock)
+        stock.reset()
+        said = complete(stock)
+
+    def end_early(llm, use):
+        llm.set_hooks(event=lambda *_: None)  # it asks before each layer's hooks
+        asked = iter(range(1))
+        llm.set_abort(lambda: next(asked, None) is None)
+        with pytest.raises(Cancelled, match="the abort function ended the call"):
+            use()
+        llm.set_abort(None)
+        llm.set_hooks()
+
+    with load(engine.pair(source), t1=1.0, cache_bytes="min", **more) as llm:
+        llm.eval(tokens)
+        end_early(llm, lambda: llm.eval([4]))
+        with pytest.raises(HobbitError, match="cannot go back: call reset"):
+            llm.eval([4])
+        llm.reset()
+        assert np.array_equal(logits(llm), expected)
+        end_early(llm, lambda: complete(llm))
+        assert complete(llm) == said

@@ -1,5 +1,6 @@
 """hobbit serve, as clients see it."""
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -9,6 +10,7 @@ import signal
 import socket
 import struct
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +22,7 @@ pytest.importorskip("uvicorn", reason="the extra `server` is not installed")
 pytest.importorskip("prometheus_client", reason="the extra `server` is not installed")
 pytest.importorskip("pydantic", reason="the extra `server` is not installed")
 
+from hobbit_cpp._serve_slow import impatient  # noqa: E402
 from serving import Server, until  # noqa: E402
 
 PROMPT = "The old man walked along the road"
@@ -266,6 +269,58 @@ def test_full_queue(dual):
             c.close()
         idle(server)
         assert server.complete()[0] == 200
+
+
+def test_slow_clients_are_cut_off(dual):
+    request = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(request)
+    good = head + request
+    with Server(dual, "--cache", "50%", "--client-timeout", 1) as server:
+        for begun in (b"", head[:40], head + request[:-1], good + head[:40], good + head + request[:-1]):
+            with contextlib.closing(socket.create_connection(("127.0.0.1", server.port), timeout=60)) as raw:
+                raw.sendall(begun)
+                answer = b""
+                with contextlib.suppress(ConnectionResetError):
+                    while part := raw.recv(65536):  # until the server closes; it sends what it owes
+                        answer += part
+            assert answer.startswith(b"HTTP/1.1 200") == begun.startswith(good)
+        assert server.complete()[0] == 200 and server.get("/health")[1]["running"] == 0
+
+
+def test_answers_that_are_not_read():
+    """Timers alone: the system's buffers hold more than the small model writes."""
+    class Plain:
+        cycle = None
+
+        def connection_made(self, transport):
+            self.transport = transport
+
+        def pause_writing(self):
+            pass
+
+        resume_writing = pause_writing
+
+        def connection_lost(self, error):
+            pass
+
+    class Transport:
+        aborted = False
+
+        def abort(self):
+            self.aborted = True
+
+    async def run(uses):
+        connection, transport = impatient(Plain, 0.05)(), Transport()
+        connection.connection_made(transport)
+        connection.cycle = SimpleNamespace(response_complete=False, more_body=False)
+        connection._expect_request()
+        for use in uses:
+            getattr(connection, use)(*[None] * (use == "connection_lost"))
+        await asyncio.sleep(0.5)
+        return transport.aborted
+
+    for uses, expected in ([], False), (["pause_writing"], True), (["pause_writing", "resume_writing"], False), (["pause_writing", "connection_lost"], False):
+        assert asyncio.run(run(uses)) == expected
 
 
 # --- the end -----------------------------------------------------------------------------------

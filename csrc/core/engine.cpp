@@ -149,6 +149,7 @@ std::string engine::end_graph() {
 }
 
 void engine::fail(const std::string & why) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (error_.empty()) {
         error_ = why;
     }
@@ -161,7 +162,6 @@ bool engine::aborted(bool ask_now) {
     }
     asked_us_ = now;
     if (abort_(abort_user_)) {
-        std::lock_guard<std::recursive_mutex> lock(mutex_);
         aborted_ = true;
         fail("the forward pass was aborted");
     }

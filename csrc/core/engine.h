@@ -103,6 +103,7 @@ class engine {
     void cpu_begins();
     void rank_ahead(); // while the CPU computes
     void cpu_done();
+    void fail(const std::string & why); // the running graph
     void wait_late(int wave, const int32_t * high_in, const int32_t * low_in, int32_t * high, int32_t * low, int n);
 
     // Whether to end the running graph is asked on the computing thread, every ASK_US at most and before hooks. Set while no
@@ -196,7 +197,6 @@ class engine {
     void finish_wave(int wave);
     void finish_step();
     void from_host(load_request & r);
-    void fail(const std::string & why);
     void event(int kind, int layer, int expert, int copy, int slot);
     policy_context context_for(int group) const;
     pool & pool_of(int layer, int copy) { return pools_[layout_.layers[layer].group * N_COPIES + copy]; }

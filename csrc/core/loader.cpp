@@ -5,6 +5,8 @@
 #include <cstring>
 #include <exception>
 #include <iterator>
+#include <stdexcept>
+#include <system_error>
 
 namespace hob {
 
@@ -14,12 +16,24 @@ int64_t now_us() {
 }
 
 loader::loader(storage & files, int n_threads, size_t max_piece) : files_(files), max_piece_(max_piece) {
-    for (int i = 0; i < n_threads; ++i) {
-        threads_.emplace_back([this] { run(); });
+    try {
+        for (int i = 0; i < n_threads; ++i) {
+            scratch_.push_back(std::make_unique<aligned_buffer>(storage::scratch_bytes(max_piece_)));
+            threads_.emplace_back([this, scratch = scratch_.back()->data()] { run(scratch); });
+        }
+    } catch (const std::system_error & e) { // those that have started would be waited for without end
+        stop();
+        throw std::runtime_error("cannot start " + std::to_string(n_threads) + " threads to load experts (" + e.what() +
+                                 "): raise the limits on threads and memory, or give a smaller n_io_threads");
+    } catch (...) {
+        stop();
+        throw;
     }
 }
 
-loader::~loader() {
+loader::~loader() { stop(); }
+
+void loader::stop() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         stop_ = true;
@@ -203,10 +217,9 @@ int64_t loader::busy_us() {
     return busy_us_ + (in_flight_ > 0 ? now_us() - busy_since_ : 0);
 }
 
-void loader::run() {
-    // scratch for unaligned reads, landing place for memory the CPU cannot write
-    aligned_buffer scratch(storage::scratch_bytes(max_piece_));
-    std::unique_ptr<aligned_buffer> landing;
+// scratch: for unaligned reads
+void loader::run(uint8_t * scratch) {
+    std::unique_ptr<aligned_buffer> landing; // for memory the CPU cannot write
 
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
@@ -239,19 +252,19 @@ void loader::run() {
                 } else if (piece.host) {
                     piece.to->write(piece.to_offset, piece.host, piece.n);
                 } else if (piece.stage) {
-                    err = files_.read(piece.file, piece.offset, piece.n, piece.stage, scratch.data());
+                    err = files_.read(piece.file, piece.offset, piece.n, piece.stage, scratch);
                     if (err.empty() && piece.to->base) {
                         memcpy(piece.to->base + piece.to_offset, piece.stage, piece.n);
                     } else if (err.empty()) {
                         piece.to->write(piece.to_offset, piece.stage, piece.n);
                     }
                 } else if (piece.to->base) {
-                    err = files_.read(piece.file, piece.offset, piece.n, piece.to->base + piece.to_offset, scratch.data());
+                    err = files_.read(piece.file, piece.offset, piece.n, piece.to->base + piece.to_offset, scratch);
                 } else {
                     if (!landing) {
                         landing = std::make_unique<aligned_buffer>(max_piece_);
                     }
-                    err = files_.read(piece.file, piece.offset, piece.n, landing->data(), scratch.data());
+                    err = files_.read(piece.file, piece.offset, piece.n, landing->data(), scratch);
                     if (err.empty()) {
                         piece.to->write(piece.to_offset, landing->data(), piece.n);
                     }

@@ -71,7 +71,7 @@ struct load_request {
 class loader {
   public:
     // max_piece: as model_layout::piece_bytes(). Without threads nothing is read, and a load is done when it is
-    // submitted: for a simulation.
+    // submitted: for a simulation. Throws std::runtime_error or std::bad_alloc.
     loader(storage & files, int n_threads, size_t max_piece);
     ~loader(); // finishes the pieces in flight, drops the others
 
@@ -102,11 +102,13 @@ class loader {
     int64_t  busy_us(); // wall time with at least one read in flight
 
   private:
-    void run();
+    void run(uint8_t * scratch);
+    void stop(); // waits for the pieces in flight
     void add_part(const load_request & r, int proj, bool by_link, std::vector<load_piece> & pieces) const;
 
     storage & files_;
     const size_t max_piece_;
+    std::vector<std::unique_ptr<aligned_buffer>> scratch_; // of each thread
     std::vector<std::thread> threads_;
     std::mutex mutex_;
     std::condition_variable work_;  // something was queued, or stop

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <exception>
 
 // One call of build_moe_ffn and one wave, for the custom operations. Lives as long as the graph.
 struct hobbit_graph_node {
@@ -86,11 +87,7 @@ namespace {
 // eight rows and more ggml has other kernels, faster ones.
 constexpr int FEW_TOKENS = 4;
 
-void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
-    if (ith != 0) {
-        return;
-    }
-    const auto & node = *(const hobbit_graph_node *) userdata;
+void route(ggml_tensor * dst, const hobbit_graph_node & node) {
     hobbit_graph_input & in = *node.input;
     const int n_used   = node.n_used;
     const int n_tokens = node.n_tokens;
@@ -151,6 +148,26 @@ void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
     if (node.at_once) {
         for (int w = 1; w < node.n_waves; ++w) {
             node.engine->route(req, w, { at(PLANE_HIGH_1), at(PLANE_LOW_1), nullptr, { nullptr, nullptr }, nullptr, nullptr });
+        }
+    }
+}
+
+// An exception (there is no memory, say) must not pass through ggml.
+void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
+    if (ith != 0) {
+        return;
+    }
+    const auto & node = *(const hobbit_graph_node *) userdata;
+    try {
+        route(dst, node);
+    } catch (const std::exception & e) {
+        node.engine->fail(e.what());
+        int32_t * out = (int32_t *) dst->data;
+        std::fill_n(out, ggml_nelements(dst), -1); // no expert
+        if (!node.by_expert) {
+            const int64_t n = (int64_t) node.n_used * node.n_tokens;
+            std::fill_n(out + PLANE_UNITS * n, n, 0);
+            std::fill_n(out + PLANE_TAIL * n, n, 0);
         }
     }
 }

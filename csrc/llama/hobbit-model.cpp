@@ -522,7 +522,7 @@ bool hobbit_graph_scope::end() {
 static hob::model_layout probe(const std::string & path, int n_used_override) {
     gguf_context_ptr g(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/ true, /*.ctx =*/ nullptr }));
     if (!g) {
-        throw std::runtime_error(path + ": not a GGUF file, or damaged");
+        throw std::runtime_error(path + ": " + hobbit_why_not_gguf(path));
     }
     const std::string side = sidecar_path(path, g.get());
     if (side.empty()) {

@@ -148,7 +148,7 @@ part open_part(const std::string & path, int file) {
     ggml_context * ctx = nullptr;
     part p = { gguf_context_ptr(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/ true, /*.ctx =*/ &ctx })), ggml_context_ptr(ctx), file };
     if (!p.g) {
-        refuse(path, "not a GGUF file, or damaged");
+        refuse(path, hobbit_why_not_gguf(path));
     }
     return p;
 }
@@ -235,6 +235,18 @@ void read_checksums(const gguf_context * g, hobbit_sidecar & sc) {
 }
 
 } // namespace
+
+std::string hobbit_why_not_gguf(const std::string & path) {
+    FILE * f = fopen(path.c_str(), "rb");
+    if (!f) {
+        return std::string("cannot open: ") + strerror(errno);
+    }
+    char head[4096];
+    const bool failed = fread(head, 1, sizeof(head), f) < sizeof(head) && ferror(f);
+    const std::string why = failed ? std::string("cannot read: ") + strerror(errno) : "not a GGUF file, or damaged";
+    fclose(f);
+    return why;
+}
 
 uint64_t hobbit_header_fnv(const std::string & path, uint64_t n) {
     FILE * f = fopen(path.c_str(), "rb");

@@ -40,5 +40,8 @@ struct hobbit_sidecar {
 // anything is read from them.
 hobbit_sidecar hobbit_read_sidecar(const std::string & path);
 
+// What gguf_init_from_file() does not tell when it gives nothing: the file cannot be opened or read, or it is no GGUF.
+std::string hobbit_why_not_gguf(const std::string & path);
+
 // FNV-1a of the first n bytes of a file.
 uint64_t hobbit_header_fnv(const std::string & path, uint64_t n);
