@@ -107,7 +107,8 @@ class Llama(llama_cpp.Llama):
         self.profile, self._use_profile = None, profile is None or check_bool("profile", profile)
         path = _load.check_path(model_path)
         if kwargs.get("lora_path") is not None:
-            kwargs["lora_path"] = os.fsdecode(kwargs["lora_path"])
+            kwargs["lora_path"] = _load.check_path(kwargs["lora_path"], "lora_path")
+            _load.read_metadata(kwargs["lora_path"])
         metadata = _load.read_metadata(path)
         _load.check_chat_format(kwargs.get("chat_format"), metadata)
         dual = metadata.get("hobbit.role") == "main"

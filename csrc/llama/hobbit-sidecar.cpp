@@ -1,6 +1,7 @@
 #include "hobbit-sidecar.h"
 
 #include "checksum.h"
+#include "hobbit-abort.h"
 
 #include "ggml-cpp.h"
 #include "gguf.h"
@@ -259,6 +260,7 @@ uint64_t hobbit_header_fnv(const std::string & path, uint64_t n) {
 }
 
 hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
+    hobbit_no_abort no_abort; // gguf_init_from_file() has assertions that a file can fail
     hobbit_sidecar sc;
     sc.path = path;
     sc.files.push_back(path);
