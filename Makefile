@@ -2,6 +2,9 @@
 # make demo       set up, then run the demo
 # make test       set up, then run the tests; PYTEST_ARGS="-k stats" narrows
 # make core-test  build the C++ core alone and run its unit tests; SANITIZE=address,undefined
+# make fuzz       fuzz what reads files, MINUTES=10 each (benchmarks/fuzz.py)
+# make sbom       write build/sbom.cdx.json, a CycloneDX bill of materials
+# make audit      ask for known vulnerabilities of what is installed
 # make clean      remove everything that was built
 #
 # PYTHON=python3.12 chooses the Python, CMAKE_ARGS="-DGGML_CUDA=ON" goes to the build of llama.cpp,
@@ -24,7 +27,7 @@ PIN  := $(shell sed -n 's/^LLAMA_CPP_PYTHON_VERSION = "\(.*\)"$$/\1/p' hobbit_cp
 # need nothing, the install is an editable one.
 SOURCES := CMakeLists.txt setup.py pyproject.toml hobbit_cpp/_version.py $(shell find cmake csrc)
 
-.PHONY: setup demo test core-test clean force
+.PHONY: setup demo test core-test fuzz sbom audit clean force
 
 setup: $(VENV)/built
 
@@ -58,6 +61,24 @@ core-test:
 	$(CMAKE) -S . -B build/core-tests -DHOBBIT_CORE_TESTS=ON -DHOBBIT_SANITIZE="$(SANITIZE)"
 	$(CMAKE) --build build/core-tests --parallel $(JOBS)
 	build/core-tests/hobbit-core-tests
+
+MINUTES ?= 10
+fuzz: setup
+	$(PY) benchmarks/fuzz.py all --minutes $(MINUTES)
+
+# Tools that only look at the environment get one of their own.
+TOOLS := build/supply-tools
+$(TOOLS)/made: cmake/supply-requirements.txt
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip --disable-pip-version-check install --quiet -r cmake/supply-requirements.txt
+	@touch $@
+
+sbom: setup $(TOOLS)/made
+	$(TOOLS)/bin/python cmake/sbom.py $(PY) -o build/sbom.cdx.json
+
+audit: setup $(TOOLS)/made
+	$(PIP) freeze --exclude-editable | grep == > build/installed.txt
+	$(TOOLS)/bin/pip-audit --disable-pip --no-deps -r build/installed.txt
 
 clean:
 	rm -rf build dist $(VENV) hobbit_cpp/lib *.egg-info

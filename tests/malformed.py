@@ -50,7 +50,7 @@ class Info:
 
     def size(self) -> int:
         t = ggml.types()[self.type]
-        n = t.row_bytes(self.dims[0])
+        n = -(-self.dims[0] // t.block) * t.size
         for d in self.dims[1:]:
             n *= d
         return n
