@@ -25,7 +25,7 @@ PIN  := $(shell sed -n 's/^LLAMA_CPP_PYTHON_VERSION = "\(.*\)"$$/\1/p' hobbit_cp
 
 # A change in any of these rebuilds (folders: a file was added or removed); changed Python modules
 # need nothing, the install is an editable one.
-SOURCES := CMakeLists.txt setup.py pyproject.toml hobbit_cpp/_version.py $(shell find cmake csrc)
+SOURCES := CMakeLists.txt setup.py pyproject.toml hobbit_cpp/_version.py $(shell find cmake csrc -not -name "*requirements.txt" -not -name sbom.py)
 
 .PHONY: setup demo test core-test fuzz sbom audit clean force
 
@@ -53,8 +53,13 @@ $(VENV)/bindings-$(PIN): $(VENV)/made
 $(VENV)/cmake-args: force | $(VENV)/made
 	@printf '%s\n' "$$CMAKE_ARGS" | cmp -s - $@ || printf '%s\n' "$$CMAKE_ARGS" > $@
 
-$(VENV)/built: $(SOURCES) $(VENV)/bindings-$(PIN) $(VENV)/cmake-args
-	$(PIP) install --verbose -e '.[test,server]'
+# Build inputs are pinned by hash: these tools, and the sdist above (hobbit_cpp/_version.py).
+$(VENV)/build-tools: cmake/build-requirements.txt $(VENV)/made
+	$(PIP) install --quiet --require-hashes -r cmake/build-requirements.txt
+	@touch $@
+
+$(VENV)/built: $(SOURCES) $(VENV)/bindings-$(PIN) $(VENV)/cmake-args $(VENV)/build-tools
+	$(PIP) install --verbose --no-build-isolation -e '.[test,server]'
 	@touch $@
 
 core-test:
