@@ -40,7 +40,7 @@ def build_sidecar(out: pathlib.Path, compiler: str, fuzzer: bool, llama: pathlib
     flags = [f"-fsanitize={SANITIZE}" + (",fuzzer" if fuzzer else ""), "-fno-sanitize-recover=all", "-fno-sanitize=enum", "-g1", optimize, "-std=c++17",
              *([] if fuzzer else ["-DHOBBIT_FUZZ_MAIN"])]
     include = [f"-I{p}" for p in (REPO / "csrc/include", REPO / "csrc/core", REPO / "csrc/llama", llama / "ggml/include", llama / "ggml/src")]
-    sources = [REPO / "csrc/tests/fuzz_sidecar.cpp", REPO / "csrc/llama/hobbit-sidecar.cpp", REPO / "csrc/llama/hobbit-abort.cpp", REPO / "csrc/core/checksum.cpp", llama / "ggml/src/gguf.cpp"]
+    sources = [REPO / "csrc/tests/fuzz_sidecar.cpp", REPO / "csrc/llama/hobbit-sidecar.cpp", REPO / "csrc/core/checksum.cpp", llama / "ggml/src/gguf.cpp"]
     out.parent.mkdir(parents=True, exist_ok=True)
     objects = [out.with_name(f"{source.stem}.o") for source in sources]
     compilers = [subprocess.Popen([compiler, *flags, *include, "-DGGML_VERSION=\"\"", "-DGGML_COMMIT=\"\"", "-c", source, "-o", to])

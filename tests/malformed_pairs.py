@@ -177,6 +177,14 @@ def _types(label, high, low):
                 t.data = (t.data * 40)[:t.size()]
 
 
+@case(SIDECAR, "a row whose bytes wrap to few")
+def _(g, *_):
+    last = g.tensors[-1]
+    for t in (last, g.tensor(last.name.decode().replace(".low", ".high"))):
+        t.dims = [2**62, 1, 1]
+        t.type = 2
+
+
 _types("high copy is i16", 25, None)
 _types("low copy is i8", None, 24)
 _types("high copy is f64", 28, None)

@@ -5,7 +5,6 @@
 #include "llama-model.h"
 
 #include "checksum.h"
-#include "hobbit-abort.h"
 #include "hobbit-host.h"
 #include "hobbit-link.h"
 #include "shape.h"
@@ -477,7 +476,6 @@ bool hobbit_graph_scope::end() {
 // --- sizes without loading ---
 
 static hob::model_layout probe(const std::string & path, int n_used_override) {
-    hobbit_no_abort no_abort;
     gguf_context_ptr g(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/ true, /*.ctx =*/ nullptr }));
     if (!g) {
         throw std::runtime_error(path + ": not a GGUF file, or damaged");
