@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import os
 import warnings
 
@@ -108,6 +109,17 @@ def check_vocabulary(metadata, path: str) -> None:
         twice = next((t for t in filter(None, sure) if t in seen or seen.add(t)), None)
         if twice is not None:
             raise ValueError(f"{path} is damaged: the token {twice!r} is in its vocabulary twice")
+
+
+def check_floats(metadata, path: str) -> None:
+    """ggml ends the process where it normalises with an epsilon that is no number, or negative."""
+    arch = metadata.get("general.architecture")
+    for key, field in metadata.fields.items():
+        if key.startswith(f"{arch}.") and (field.item_kind or field.kind).name in ("FLOAT32", "FLOAT64"):
+            value = field.value()
+            for x in value if isinstance(value, list) else [value]:
+                if math.isnan(x) or (key.endswith("epsilon") and not 0 <= x < math.inf):
+                    raise ValueError(f"{path} is damaged: {key} is {x:g}")
 
 
 def check_used_experts(overrides, metadata) -> int:

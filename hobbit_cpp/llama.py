@@ -121,6 +121,7 @@ class Llama(llama_cpp.Llama):
         _load.check_vocabulary(metadata, path)
         if not kwargs.get("vocab_only"):
             _load.check_types(metadata, path, kwargs.get("n_gpu_layers"))
+            _load.check_floats(metadata, path)
             n_used = _load.check_used_experts(kwargs.get("kv_overrides"), metadata)
             need = _load.need_of(metadata, path, kwargs, n_used)
             _load.check_context(need, kwargs)
