@@ -5,6 +5,9 @@
 # make tools      llama.cpp's own llama-cli, llama-server, llama-bench, ... in build/tools/bin (docs/tools.md)
 # make test-aarch64   the whole package for 64-bit ARM, cross-compiled, under qemu-user (docs/edge.md)
 # make stress     the core's random schedules, STEPS long (a million), with SANITIZE=... if given
+# make fuzz       fuzz what reads files, MINUTES=10 each (benchmarks/fuzz.py)
+# make sbom       write build/sbom.cdx.json, a CycloneDX bill of materials
+# make audit      ask for known vulnerabilities of what is installed
 # make clean      remove everything that was built
 #
 # PYTHON=python3.12 chooses the Python, CMAKE_ARGS="-DGGML_CUDA=ON" goes to the build of llama.cpp,
@@ -27,12 +30,12 @@ PIN  := $(shell sed -n 's/^LLAMA_CPP_PYTHON_VERSION = "\(.*\)"$$/\1/p' hobbit_cp
 
 # A change in any of these rebuilds (folders: a file was added or removed); changed Python modules
 # need nothing, the install is an editable one.
-SOURCES := CMakeLists.txt setup.py pyproject.toml hobbit_cpp/_version.py $(shell find cmake csrc)
+SOURCES := CMakeLists.txt setup.py pyproject.toml hobbit_cpp/_version.py $(shell find cmake csrc -not -name "*requirements.txt" -not -name sbom.py)
 
 # The checked sdist of llama-cpp-python; or what HOBBIT_LLAMA_CPP_SOURCE names.
 SDIST = $(PY) cmake/prepare_llama_cpp.py --sdist --pin hobbit_cpp/_version.py --download build/download --source "$$HOBBIT_LLAMA_CPP_SOURCE"
 
-.PHONY: setup demo test core-tests-built core-test stress tools test-aarch64 clean force
+.PHONY: setup demo test core-tests-built core-test stress tools test-aarch64 fuzz sbom audit clean force
 
 setup: $(VENV)/built
 
@@ -57,8 +60,13 @@ $(VENV)/bindings-$(PIN): $(VENV)/made
 $(VENV)/cmake-args: force | $(VENV)/made
 	@printf '%s\n' "$$CMAKE_ARGS" | cmp -s - $@ || printf '%s\n' "$$CMAKE_ARGS" > $@
 
-$(VENV)/built: $(SOURCES) $(VENV)/bindings-$(PIN) $(VENV)/cmake-args
-	$(PIP) install --verbose -e '.[test,server]'
+# Build inputs are pinned by hash: these tools, and the sdist above (hobbit_cpp/_version.py).
+$(VENV)/build-tools: cmake/build-requirements.txt $(VENV)/made
+	$(PIP) install --quiet --require-hashes -r cmake/build-requirements.txt
+	@touch $@
+
+$(VENV)/built: $(SOURCES) $(VENV)/bindings-$(PIN) $(VENV)/cmake-args $(VENV)/build-tools
+	$(PIP) install --verbose --no-build-isolation -e '.[test,server]'
 	@touch $@
 
 core-tests-built:
@@ -79,6 +87,24 @@ tools: $(VENV)/made
 
 test-aarch64: $(VENV)/made
 	PYTHON="$(PY)" JOBS="$(JOBS)" tests/aarch64.sh
+
+MINUTES ?= 10
+fuzz: setup
+	$(PY) benchmarks/fuzz.py all --minutes $(MINUTES)
+
+# Tools that only look at the environment get one of their own.
+TOOLS := build/supply-tools
+$(TOOLS)/made: cmake/supply-requirements.txt
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip --disable-pip-version-check install --quiet -r cmake/supply-requirements.txt
+	@touch $@
+
+sbom: setup $(TOOLS)/made
+	$(TOOLS)/bin/python cmake/sbom.py $(PY) -o build/sbom.cdx.json
+
+audit: setup $(TOOLS)/made
+	$(PIP) freeze --exclude-editable | grep == > build/installed.txt
+	$(TOOLS)/bin/pip-audit --disable-pip --no-deps -r build/installed.txt
 
 clean:
 	rm -rf build dist $(VENV) hobbit_cpp/lib *.egg-info

@@ -48,7 +48,7 @@ void check(const hobbit_sidecar & sc) {
                 if (stat(sc.files.at((size_t) t.file[c]).c_str(), &st) != 0) {
                     broken("a file that is not there");
                 }
-                const unsigned __int128 bytes = (unsigned __int128) ggml_row_size(t.type[c], t.ne[0]) * (uint64_t) t.ne[1] * (uint64_t) t.ne[2];
+                const unsigned __int128 bytes = (unsigned __int128) (t.ne[0] / ggml_blck_size(t.type[c])) * ggml_type_size(t.type[c]) * (uint64_t) t.ne[1] * (uint64_t) t.ne[2];
                 if (bytes == 0 || t.offset[c] + bytes > (unsigned __int128) st.st_size) {
                     broken("a slab beyond the file");
                 }

@@ -108,19 +108,18 @@ class StreamWriter:
             self._open()
         except BaseException:
             self.discard()
+            self._release_sigterm()
             raise
         self._state = "header"
         return self
 
     def __exit__(self, kind, value, trace) -> None:
-        if kind is not None:
-            self.discard()
-            return
         try:
-            self.publish()
-        except BaseException:
-            self.discard()
-            raise
+            if kind is None:
+                self.publish()
+        finally:
+            self.discard()  # nothing, if it was published
+            self._release_sigterm()
 
     def seal(self) -> None:
         """Check that all data was written and bring it to the disk; the name stays the temporary one."""
@@ -244,12 +243,15 @@ class StreamWriter:
     def fill(self, key: str, value) -> None:
         """The value of a reserved key: an integer, or as many as were reserved."""
         self._in("data")
-        os.pwrite(self._fd, np.atleast_1d(np.asarray(value, "<u4")).tobytes(), self._reserved[key])
+        self._write_at(self._reserved[key], memoryview(np.atleast_1d(np.asarray(value, "<u4")).tobytes()))
 
     def header(self) -> bytes:
         """What lies before the tensor data, as it is in the file now."""
         self._in("data")
-        return os.pread(self._fd, self.data_offset, 0)
+        head = b""
+        while len(head) < self.data_offset:
+            head += os.pread(self._fd, self.data_offset - len(head), len(head))
+        return head
 
     def reserved_at(self, key: str) -> int:
         return self._reserved[key]
@@ -273,13 +275,16 @@ class StreamWriter:
         start, size, _ = tensor = self._tensors[name]
         if offset < 0 or offset + len(view) > size:
             raise GGUFError(f"{self.path}: bytes {offset} to {offset + len(view)} are outside {name}, which has {size}")
-        at, done = self.data_offset + start + offset, 0
-        while done < len(view):
-            done += os.pwrite(self._fd, view[done:], at + done)
+        self._write_at(self.data_offset + start + offset, view)
         with self._lock:
             tensor[2] += len(view)
 
     # --- inside ---
+
+    def _write_at(self, at: int, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._fd, view[done:], at + done)
 
     def _in(self, state: str) -> None:
         if self._state != state:
@@ -317,13 +322,13 @@ class StreamWriter:
                 self.temporary += f"-{os.getpid()}"
                 self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
                 break
+            self._fd = fd
             try:
-                same = os.path.samestat(os.fstat(fd), os.stat(self.temporary))
+                if os.path.samestat(os.fstat(fd), os.stat(self.temporary)):
+                    break
             except FileNotFoundError:
-                same = False
-            if same:
-                self._fd = fd
-                break
+                pass
+            self._fd = -1
             os.close(fd)  # renamed or removed between open and flock: this is no longer the temporary file
         os.ftruncate(self._fd, 0)
 
@@ -332,6 +337,8 @@ class StreamWriter:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _release_sigterm(self) -> None:
         if self._old_sigterm is not None:
             signal.signal(signal.SIGTERM, self._old_sigterm)
             self._old_sigterm = None

@@ -85,12 +85,25 @@ def _pair_id(path: str) -> str | None:
 
 @contextlib.contextmanager
 def _uninterrupted():
-    """Ctrl-C and SIGTERM wait until the block is left."""
+    """Ctrl-C and SIGTERM wait until the block is left. By handlers, which are the process's: a blocked signal is only put off
+    for one thread, and libraries have threads of their own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    pending: list[int] = []
+    def late(number, frame):
+        pending.append(number)
+    old = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    for s, handler in old.items():
+        if handler is not None:  # one that is not Python's could not be put back
+            signal.signal(s, late)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+        for s, handler in old.items():
+            if handler is not None:
+                signal.signal(s, handler)
+    for number in pending:
+        if number == signal.SIGINT and old[number] is signal.default_int_handler:
+            raise KeyboardInterrupt("both files were complete")
+        signal.raise_signal(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import os
 import warnings
 
@@ -18,7 +19,7 @@ from . import memory, model_memory
 from ._devices import devices
 from .profiles import read_profile
 from .settings import DEFAULTS, Settings, check_int
-from .verify import sidecar_name
+from .verify import check_pair, sidecar_name
 
 # {name: default} of llama_cpp.Llama's arguments
 BASE_ARGUMENTS = {
@@ -40,16 +41,16 @@ def check_keywords(given) -> None:
             raise TypeError(f"Llama() has no argument {name!r}" + (f"; is {near[0]!r} meant?" if near else ""))
 
 
-def check_path(path) -> str:
+def check_path(path, name: str = "model_path") -> str:
     if not isinstance(path, (str, bytes, os.PathLike)):
-        raise TypeError(f"model_path must be a str or a path, not {path!r} ({type(path).__name__})")
+        raise TypeError(f"{name} must be a str or a path, not {path!r} ({type(path).__name__})")
     path = os.fsdecode(path)
     try:
         path.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError(f"model_path {path!r} is not valid UTF-8, which llama.cpp needs: rename the file or the folder") from None
+        raise ValueError(f"{name} {path!r} is not valid UTF-8, which llama.cpp needs: rename the file or the folder") from None
     if "\0" in path:
-        raise ValueError(f"model_path {path!r} contains a null character")
+        raise ValueError(f"{name} {path!r} contains a null character")
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder: name the GGUF file in it")
     if not os.path.exists(path):
@@ -83,7 +84,7 @@ def read_metadata(path: str) -> Reader:
 def check_sidecar(path: str, metadata: Reader) -> str:
     """Path of the sidecar, whose structure is sound; what it holds is checked by csrc/llama/hobbit-sidecar.cpp."""
     sidecar = os.path.join(os.path.dirname(path), sidecar_name(metadata))
-    read_metadata(sidecar)
+    check_pair(metadata, read_metadata(sidecar))
     return sidecar
 
 
@@ -109,6 +110,17 @@ def check_vocabulary(metadata, path: str) -> None:
         twice = next((t for t in filter(None, sure) if t in seen or seen.add(t)), None)
         if twice is not None:
             raise ValueError(f"{path} is damaged: the token {twice!r} is in its vocabulary twice")
+
+
+def check_floats(metadata, path: str) -> None:
+    """ggml ends the process where it normalises with an epsilon that is no number, or negative."""
+    arch = metadata.get("general.architecture")
+    for key, field in metadata.fields.items():
+        if key.startswith(f"{arch}.") and (field.item_kind or field.kind).name in ("FLOAT32", "FLOAT64"):
+            value = field.value()
+            for x in value if isinstance(value, list) else [value]:
+                if math.isnan(x) or (key.endswith("epsilon") and not 0 <= x < math.inf):
+                    raise ValueError(f"{path} is damaged: {key} is {x:g}")
 
 
 def check_used_experts(overrides, metadata) -> int:

@@ -163,6 +163,7 @@ def _check_outputs(sources: list[str], out: str, n_parts: int, imatrix, force: b
     folder, name = os.path.split(out)
     if not name.endswith(".gguf") or name == ".gguf":
         raise ConvertError(f"the output must be called NAME.gguf, not {out}")
+    _check_name(name)
     if not os.path.isdir(folder or "."):
         raise ConvertError(f"the folder {folder} does not exist")
     sidecars = part_names(out.removesuffix(".gguf") + ".experts.gguf", n_parts)
@@ -176,6 +177,23 @@ def _check_outputs(sources: list[str], out: str, n_parts: int, imatrix, force: b
         if os.path.lexists(path) and not force:
             raise ConvertError(f"{path} exists already: give another output name, or --force to replace it")
     return sidecars
+
+
+def _check_name(name: str) -> None:
+    """The sidecar's name stands in the main file: it must be text, and mean the same everywhere."""
+    if not _is_text(name):
+        raise ConvertError(f"the output's name {name!r} is not valid UTF-8, which GGUF and llama.cpp need: give another")
+    bad = next((c for c in name if c == "\\" or not c.isprintable()), None)
+    if bad:
+        raise ConvertError(f"the output's name {name!r} has a {'backslash' if bad == chr(92) else 'control character'}: give another")
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_space(folder: str, needed: int) -> None:
@@ -221,7 +239,7 @@ def _write_headers(reader: Reader, experts: list[Copies], m: StreamWriter, s: Pa
     s.add("hobbit.format_version", FORMAT_VERSION, "u32")
     s.add("hobbit.role", "experts")
     s.add("hobbit.pair_id", pair)
-    s.add("hobbit.source.name", os.path.basename(reader.path))
+    s.add("hobbit.source.name", os.path.basename(reader.path).encode("utf-8", "replace").decode())
     s.add("hobbit.source.id", source)
     s.add("hobbit.high", high)
     s.add("hobbit.low", low.lower())
@@ -266,6 +284,8 @@ def _add_link(reader: Reader, experts: list[Copies], s: PartsWriter) -> None:
     paths = []
     for f in reader.files:
         path = os.path.realpath(f.path)
+        if not _is_text(path):
+            raise ConvertError(f"--link: the source's path {path!r} is not valid UTF-8, so the sidecar cannot name it: rename it")
         below = os.path.commonpath([folder, path]) == folder
         paths.append(os.path.relpath(path, folder) if below else path)
     tensors = [c.tensor for c in experts]
@@ -330,8 +350,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as e:  # ConvertError, or a size that is none
         print(f"error: {e}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+    except KeyboardInterrupt as e:
+        print(f"interrupted; {e if e.args else 'nothing was written'}", file=sys.stderr)
         return 130
     if args.json:
         print_text(json.dumps(report.to_dict(), indent=1))

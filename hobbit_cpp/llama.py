@@ -126,7 +126,8 @@ class Llama(llama_cpp.Llama):
         self.profile, self._use_profile = None, profile is None or check_bool("profile", profile)
         path = _load.check_path(model_path)
         if kwargs.get("lora_path") is not None:
-            kwargs["lora_path"] = os.fsdecode(kwargs["lora_path"])
+            kwargs["lora_path"] = _load.check_path(kwargs["lora_path"], "lora_path")
+            _load.read_metadata(kwargs["lora_path"])
         metadata = _load.read_metadata(path)
         _load.check_chat_format(kwargs.get("chat_format"), metadata)
         dual = metadata.get("hobbit.role") == "main"
@@ -139,6 +140,7 @@ class Llama(llama_cpp.Llama):
         _load.check_vocabulary(metadata, path)
         if not kwargs.get("vocab_only"):
             _load.check_types(metadata, path, kwargs.get("n_gpu_layers"))
+            _load.check_floats(metadata, path)
             n_used = _load.check_used_experts(kwargs.get("kv_overrides"), metadata)
             need = _load.need_of(metadata, path, kwargs, n_used)
             _load.check_context(need, kwargs)

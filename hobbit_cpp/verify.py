@@ -46,8 +46,7 @@ def verify(path, *, threads: int = 2, progress: bool = False) -> Verified:
             return report
         name = sidecar_name(reader)
         with Reader(os.path.join(os.path.dirname(path), name)) as sidecar:
-            if sidecar.get("hobbit.pair_id") != reader.get("hobbit.pair_id"):
-                raise GGUFError(f"{sidecar.path} belongs to another conversion than {path} (hobbit.pair_id differs)")
+            check_pair(reader, sidecar)
             _run([*todo, (sidecar, *_tensors(sidecar))], report, threads, progress)
             return report
 
@@ -66,6 +65,15 @@ def sidecar_name(reader: Reader) -> str:
     if not name or os.path.basename(name) != name or "\0" in name or "\\" in name or len(name.encode()) > 255:
         raise GGUFError(f"{reader.path} is damaged: hobbit.sidecar is {name[:80]!r}, not the name of a file beside it")
     return name
+
+
+def check_pair(main: Reader, sidecar: Reader) -> None:
+    """Raises GGUFError for a sidecar of another main file."""
+    if sidecar.get("hobbit.pair_id") != main.get("hobbit.pair_id"):
+        folder, name = os.path.split(sidecar.path)
+        why = ("a conversion was interrupted while it replaced both: run hobbit convert again" if os.path.lexists(os.path.join(folder, f".{name}.old"))
+               else "hobbit.pair_id differs")
+        raise GGUFError(f"{sidecar.path}: belongs to another conversion than {main.path} ({why})")
 
 
 def _tensors(reader: Reader) -> tuple[list[Tensor], dict[str, int], dict[str, list[int]]]:

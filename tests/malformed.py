@@ -50,7 +50,7 @@ class Info:
 
     def size(self) -> int:
         t = ggml.types()[self.type]
-        n = t.row_bytes(self.dims[0])
+        n = -(-self.dims[0] // t.block) * t.size
         for d in self.dims[1:]:
             n *= d
         return n
@@ -240,6 +240,7 @@ _tensor("TENSORS_NE_TOO_BIG", lambda t: setattr(t, "dims", [4 * (2**31 - 1)] * 2
 _tensor("TENSORS_NBYTES_TOO_BIG", lambda t: (setattr(t, "dims", [1533916892] * 2), setattr(t, "type", 27)))
 _tensor("TENSORS_NBYTES_PAD_WRAP", lambda t: (setattr(t, "dims", [4, 2**30 - 1, 2**30 + 1]), setattr(t, "type", 0)))
 _tensor("DATA_MEM_SIZE_OVERFLOW", lambda t: (setattr(t, "dims", [0x7FFFFFFFFFFFFFC0]), setattr(t, "type", 24)))
+_tensor("2^63 - 1 elements", lambda t: (setattr(t, "dims", [(2**63 - 1) // 7, 7]), setattr(t, "type", 24)))  # gguf.cpp lets it pass, ggml asserts
 _tensor("a product of dimensions that wraps to a small one", lambda t: setattr(t, "dims", [2**32, 2**32, 256]))
 _tensor("TENSORS_BAD_TYPE", lambda t: setattr(t, "type", ggml.TYPE_COUNT))
 for _n in (4, 5, 31, 33, 36, 2**31, 2**32 - 1):  # types that were given up, and none

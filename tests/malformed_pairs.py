@@ -40,6 +40,10 @@ for _k in ("expert_count", "expert_used_count", "block_count", "embedding_length
 for _k, _n in (("expert_count", 3), ("expert_count", 5), ("block_count", 1), ("block_count", 3), ("expert_used_count", 5),
                ("embedding_length", 255), ("feed_forward_length", 511), ("attention.head_count", 3), ("attention.head_count_kv", 3), ("attention.key_length", 63)):
     _key(MAIN, f"llama.{_k} {_n}, wrong", f"llama.{_k}", value("u32", _n))
+for _x in (float("nan"), -1.0, float("inf")):
+    _key(MAIN, f"epsilon {_x}", "llama.attention.layer_norm_rms_epsilon", value("f32", _x))  # ggml asserts when it computes
+_key(MAIN, "rope base nan", "llama.rope.freq_base", value("f32", float("nan")))
+_key(MAIN, "an array with nan", "llama.some.scales", value("f64", [1.0, float("nan")]))
 _key(MAIN, "another architecture", "general.architecture", value("str", "none"))
 _key(MAIN, "architecture is a number", "general.architecture", value("u32", 1))
 _key(MAIN, "no architecture", "general.architecture", None)
@@ -175,6 +179,14 @@ def _types(label, high, low):
             if kind is not None:
                 t.type = kind
                 t.data = (t.data * 40)[:t.size()]
+
+
+@case(SIDECAR, "a row whose bytes wrap to few")
+def _(g, *_):
+    last = g.tensors[-1]
+    for t in (last, g.tensor(last.name.decode().replace(".low", ".high"))):
+        t.dims = [2**62, 1, 1]
+        t.type = 2
 
 
 _types("high copy is i16", 25, None)

@@ -284,7 +284,7 @@ def test_damaged_files(dual, tmp_path):
 
 
 def test_failed_lora(dual):
-    with pytest.raises(RuntimeError, match="LoRA adapter /nonexistent"):
+    with pytest.raises(ValueError, match="/nonexistent does not exist"):
         load(dual, lora_path=pathlib.Path("/nonexistent"))
 
 

@@ -140,13 +140,12 @@ std::map<std::string, link_entry> read_links(const gguf_context * g, hobbit_side
 // An open file of the sidecar.
 struct part {
     gguf_context_ptr g;
-    ggml_context_ptr ctx;
     int file;
 };
 
 part open_part(const std::string & path, int file) {
-    ggml_context * ctx = nullptr;
-    part p = { gguf_context_ptr(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/ true, /*.ctx =*/ &ctx })), ggml_context_ptr(ctx), file };
+    // without a ggml_context: making tensors in it has assertions that a file can fail
+    part p = { gguf_context_ptr(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/ true, /*.ctx =*/ nullptr })), file };
     if (!p.g) {
         refuse(path, hobbit_why_not_gguf(path));
     }
@@ -184,9 +183,8 @@ void open_other_parts(hobbit_sidecar & sc, std::vector<part> & parts) {
 
 // Bytes of one expert; 0 if no file can be so large.
 uint64_t expert_bytes(const hobbit_expert_tensor & t, int c) {
-    const uint64_t row = ggml_row_size(t.type[c], t.ne[0]);
-    uint64_t one, all;
-    return __builtin_mul_overflow(row, (uint64_t) t.ne[1], &one) || __builtin_mul_overflow(one, (uint64_t) t.ne[2], &all) || all > INT64_MAX ? 0 : one;
+    uint64_t row, one, all; // ggml_row_size() would multiply first and wrap
+    return __builtin_mul_overflow((uint64_t) (t.ne[0] / ggml_blck_size(t.type[c])), (uint64_t) ggml_type_size(t.type[c]), &row) || __builtin_mul_overflow(row, (uint64_t) t.ne[1], &one) || __builtin_mul_overflow(one, (uint64_t) t.ne[2], &all) || all > INT64_MAX ? 0 : one;
 }
 
 // Matrices of other types have no product.
@@ -308,6 +306,8 @@ hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
             }
         }
     }
+    const auto shape  = [](const place & at) { return gguf_get_tensor_ne(at.in->g.get(), at.id); };
+    const auto type   = [](const place & at) { return gguf_get_tensor_type(at.in->g.get(), at.id); };
     const auto offset = [](const place & at) { return gguf_get_data_offset(at.in->g.get()) + gguf_get_tensor_offset(at.in->g.get(), at.id); };
 
     std::map<std::pair<int, bool>, std::map<std::string, int>> by_layer;
@@ -321,17 +321,15 @@ hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
         if (!parse_name(t.name, en)) {
             refuse(path, "tensor " + full + " is no expert tensor");
         }
-        const ggml_tensor * low = ggml_get_tensor(at.in->ctx.get(), full.c_str());
-        for (int d = 0; d < 3; ++d) {
-            t.ne[d] = low->ne[d];
-        }
-        if (low->ne[3] != 1) {
+        const int64_t * ne = shape(at);
+        std::copy_n(ne, 3, t.ne);
+        if (ne[3] != 1) {
             refuse(path, "tensor " + full + " has more than three dimensions");
         }
-        if (ggml_nelements(low) == 0 || low->ne[1] > INT32_MAX || low->ne[2] > UINT16_MAX) {
+        if (ne[0] < 1 || ne[1] < 1 || ne[2] < 1 || ne[1] > INT32_MAX || ne[2] > UINT16_MAX) {
             refuse(path, "tensor " + full + " has an impossible shape");
         }
-        t.type[hob::COPY_LOW]   = low->type;
+        t.type[hob::COPY_LOW]   = type(at);
         t.file[hob::COPY_LOW]   = at.in->file;
         t.offset[hob::COPY_LOW] = offset(at);
 
@@ -340,7 +338,7 @@ hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
             if (it == links.end()) {
                 refuse(path, "no link to the high copy of tensor " + t.name);
             }
-            if (!std::equal(low->ne, low->ne + GGML_MAX_DIMS, it->second.ne)) {
+            if (!std::equal(ne, ne + GGML_MAX_DIMS, it->second.ne)) {
                 refuse(path, "tensors " + t.name + " of the source and " + full + " have different shapes");
             }
             t.type[hob::COPY_HIGH]   = it->second.type;
@@ -352,11 +350,10 @@ hobbit_sidecar hobbit_read_sidecar(const std::string & path) {
             if (it == places.end()) {
                 refuse(path, "tensor " + name + " is missing");
             }
-            const ggml_tensor * high = ggml_get_tensor(it->second.in->ctx.get(), name.c_str());
-            if (!ggml_are_same_shape(high, low)) {
+            if (!std::equal(ne, ne + GGML_MAX_DIMS, shape(it->second))) {
                 refuse(path, "tensors " + name + " and " + full + " have different shapes");
             }
-            t.type[hob::COPY_HIGH]   = high->type;
+            t.type[hob::COPY_HIGH]   = type(it->second);
             t.file[hob::COPY_HIGH]   = it->second.in->file;
             t.offset[hob::COPY_HIGH] = offset(it->second);
         }
