@@ -269,11 +269,11 @@ void engine::cpu_begins() {
 
 // A search of all slots reads more memory than all the rest of planning, and link and CPU wait for it. The next layer's
 // is done while they work. Its records are as they will be then: of the experts that its router is about to choose, those
-// that are in high slots are no candidates. But for what follow learns from that choice.
+// that are in high slots are no candidates. But for what follow learns from that choice, and for what predictions set aside.
 void engine::rank_ahead() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     const int next = layer_ + 1;
-    if (next >= (int) layout_.layers.size() || records_.learns() || params_.force_miss || bulk_) {
+    if (next >= (int) layout_.layers.size() || records_.learns() || params_.prefetch != 0 || params_.force_miss || bulk_) {
         return;
     }
     const auto hold = [&](int more) { // this layer's slots are free to go then, but for those that will be empty
