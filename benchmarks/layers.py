@@ -102,7 +102,7 @@ def main():
         each = thresholds(t1, cost)
         table.add(f"T1 {' '.join(f'{t:.2f}' for t in each)}", *pair(each))
 
-    for first in (0, model.n_layers // 2, 5 * model.n_layers // 8):
+    for first in dict.fromkeys((0, model.n_layers // 2, 5 * model.n_layers // 8)):
         found = measure(model, text, lambda r: play_pair(served_from(r, first, a.t2), n, model.n_expert, *sizes, a.t1_skip, a.t2, a.slots),  # noqa: B023
                         lambda g: np.full(g.shape, LOW))
         table.add(f"T1 {a.t1_skip:g}, T2 {a.t2:g} from layer {first} on", *found)
