@@ -3,7 +3,7 @@
     python benchmarks/layers.py MODEL-f16.gguf --text FILE --slots 5.75MB [--pair q5_k+q3_k]
 
 Half of the chunks say what the low type costs in each layer and each projection alone. The other half then compares, at the same budget:
-one T1 for all layers with a T1 for each layer, low copies with one wider projection, and types that differ by layer or projection with the line of the uniform types.
+one T1 for all layers with a T1 for each layer, skips in the later layers alone, low copies with one wider projection, and types that differ by layer or projection with the line of the uniform types.
 docs/frontier.md has the results.
 """
 
@@ -14,7 +14,7 @@ import sys
 from _plane import HIGH, LOW, PROJECTIONS, Table, add_type, measure, megabytes, play_pair, type_bytes, uniform_line
 
 import numpy as np
-from _forward import GIVEN, Model, Text
+from _forward import GIVEN, SKIP, Model, Routing, Text
 
 MIXED, WIDER, LOW_MIXED = 102, 103, 104
 
@@ -39,6 +39,31 @@ def sensitivity(model, text, low):
     return show([f"layer {i}" for i in range(model.n_layers)], by_layer)
 
 
+def skipping(model, text, t2):
+    """Prints what it costs to skip, in one layer alone, what is beyond t2 of the gate weights."""
+    print(f"All as given, skipped beyond {t2:g} in one layer\n\n| layer | uses skipped | of g^2 | mean KL | KL for the g^2 |\n|---|---|---|---|---|")
+    for layer in range(model.n_layers):
+        share = {}
+
+        def choose(i, experts, gate):
+            before = np.cumsum(gate, axis=1) - gate
+            skip = (before > t2) & (before > 0) & (i == layer)  # noqa: B023
+            if i == layer:  # noqa: B023
+                share.update(uses=skip.mean(), square=(gate ** 2 * skip).sum() / (gate ** 2).sum())  # noqa: B023
+            return np.where(skip, SKIP, GIVEN)
+
+        kl = text.divergence(model.run(text.tokens, choose)[0])
+        print(f"| {layer} | {100 * share['uses']:.1f} % | {100 * share['square']:.2f} % | {kl.mean():.5f} ± {kl.std() / len(kl) ** 0.5:.5f} | {kl.mean() / share['square']:.3f} |", flush=True)
+    print()
+
+
+def served_from(routing, first, t2):
+    """The routing with gate weights that ask for no skip in the layers before `first`: their ranks weigh at most t2 together."""
+    gate = routing.gate.copy()
+    gate[:first] = np.diff(np.minimum(np.cumsum(gate[:first], axis=2), t2 - 1e-3), axis=2, prepend=0)
+    return Routing(routing.experts, gate)
+
+
 def thresholds(t1, cost):
     """T1 of each layer: what is worth a high copy weighs so much that g^2 times the layer's cost is the same in all."""
     return 1 - (1 - t1) * np.sqrt(np.exp(np.log(cost).mean()) / cost)
@@ -50,6 +75,8 @@ def main():
     p.add_argument("--text", required=True)
     p.add_argument("--slots", type=megabytes, required=True)
     p.add_argument("--pair", default="q5_k+q3_k")
+    p.add_argument("--t1-skip", type=float, default=0.7, help="with --t2")
+    p.add_argument("--t2", type=float, default=0.9, help="where some layers skip")
     p.add_argument("--wider", default="q4_k", help="for one projection of low copies")
     p.add_argument("--t1", type=float, nargs="+", default=[0.55, 0.65, 0.75, 0.85])
     p.add_argument("--chunks", type=int, default=12)
@@ -58,7 +85,9 @@ def main():
     model = Model(a.model)
     print(os.path.basename(a.model))
     sizes = add_type(model, HIGH, high), add_type(model, LOW, low)
-    cost = sensitivity(model, Text(model, a.model, a.text, chunks=a.chunks, part=0, parts=2), low)
+    text = Text(model, a.model, a.text, chunks=a.chunks, part=0, parts=2)
+    cost = sensitivity(model, text, low)
+    skipping(model, text, a.t2)
 
     text = Text(model, a.model, a.text, chunks=a.chunks, part=1, parts=2)
     n = text.tokens.shape[1]
@@ -73,6 +102,10 @@ def main():
         each = thresholds(t1, cost)
         table.add(f"T1 {' '.join(f'{t:.2f}' for t in each)}", *pair(each))
 
+    for first in dict.fromkeys((0, model.n_layers // 2, 5 * model.n_layers // 8)):
+        found = measure(model, text, lambda r: play_pair(served_from(r, first, a.t2), n, model.n_expert, *sizes, a.t1_skip, a.t2, a.slots),  # noqa: B023
+                        lambda g: np.full(g.shape, LOW))
+        table.add(f"T1 {a.t1_skip:g}, T2 {a.t2:g} from layer {first} on", *found)
     for name in PROJECTIONS:  # low copies with one projection a type wider
         add_type(model, WIDER, a.wider)
         model.mix(LOW_MIXED, lambda i, p: WIDER if p == name else LOW)  # noqa: B023
