@@ -130,6 +130,8 @@ class Llama(llama_cpp.Llama):
             _load.read_metadata(kwargs["lora_path"])
         metadata = _load.read_metadata(path)
         _load.check_chat_format(kwargs.get("chat_format"), metadata)
+        if metadata.get("hobbit.role") == "experts":
+            raise ValueError(f"{path}: is a sidecar: name the main file that belongs to it")
         dual = metadata.get("hobbit.role") == "main"
         if metadata.get("hobbit.role") is None and self._settings.given:
             name = next(iter(self._settings.given))

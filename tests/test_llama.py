@@ -267,13 +267,13 @@ def test_paths(dual, tmp_path, monkeypatch):
 def test_damaged_files(dual, tmp_path):
     main, side = tmp_path / "small.gguf", tmp_path / "small.experts.gguf"
     shutil.copy(dual, main)
-    with pytest.raises(ValueError, match="small.experts.gguf: cannot open"):
+    with pytest.raises(ValueError, match="cannot open .*small.experts.gguf: No such file"):
         load(main)
     shutil.copy(dual.with_name(side.name), side)
     with pytest.raises(ValueError, match="small.experts.gguf: is a sidecar: name the main file"):
         load(side)
     os.truncate(side, side.stat().st_size - 4096)
-    with pytest.raises(ValueError, match="small.experts.gguf: truncated"):
+    with pytest.raises(ValueError, match="small.experts.gguf is truncated"):
         load(main)
     main.write_bytes(b"GGUF" + bytes(20))
     with pytest.raises(ValueError, match="small.gguf"):
