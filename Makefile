@@ -5,6 +5,8 @@
 # make tools      llama.cpp's own llama-cli, llama-server, llama-bench, ... in build/tools/bin (docs/tools.md)
 # make test-aarch64   the whole package for 64-bit ARM, cross-compiled, under qemu-user (docs/edge.md)
 # make stress     the core's random schedules, STEPS long (a million), with SANITIZE=... if given
+# make test-sanitize  build llama.cpp, ggml and the engine with AddressSanitizer and UBSan, and run SANITIZED_TESTS with them
+# make soak       an hour of mixed use (SECONDS_OF_SOAK)
 # make fuzz       fuzz what reads files, MINUTES=10 each (benchmarks/fuzz.py)
 # make sbom       write build/sbom.cdx.json, a CycloneDX bill of materials
 # make audit      ask for known vulnerabilities of what is installed
@@ -19,6 +21,8 @@ PYTEST_ARGS ?=
 SANITIZE    ?=
 STEPS       ?= 1000000
 SEED        ?= 1
+SECONDS_OF_SOAK ?= 3600
+SANITIZED_TESTS ?= tests/test_identity.py tests/test_llama_features.py tests/test_llama_threads.py
 JOBS        ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 CMAKE_ARGS  ?=
 export CMAKE_ARGS
@@ -35,7 +39,7 @@ SOURCES := CMakeLists.txt setup.py pyproject.toml hobbit_cpp/_version.py $(shell
 # The checked sdist of llama-cpp-python; or what HOBBIT_LLAMA_CPP_SOURCE names.
 SDIST = $(PY) cmake/prepare_llama_cpp.py --sdist --pin hobbit_cpp/_version.py --download build/download --source "$$HOBBIT_LLAMA_CPP_SOURCE"
 
-.PHONY: setup demo test core-tests-built core-test stress tools test-aarch64 fuzz sbom audit clean force
+.PHONY: setup demo test core-tests-built core-test stress test-sanitize soak tools test-aarch64 fuzz sbom audit clean force
 
 setup: $(VENV)/built
 
@@ -79,6 +83,23 @@ core-test: core-tests-built
 # --steps counts forward passes of the short tests, of which this one takes twenty steps for each
 stress: core-tests-built
 	build/core-tests/hobbit-core-tests --seed $(SEED) --steps $$(($(STEPS) / 20)) stress_random_schedules
+
+# The Python modules with the sanitized libraries, in a folder of their own that comes before the installed package. A sanitizer's
+# report on llama.cpp or ggml is kept in the log; one on csrc is an error.
+SITE := build/sanitize/site
+RUNTIMES = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
+
+test-sanitize: setup
+	$(CMAKE) -S . -B build/sanitize -DHOBBIT_SANITIZE=address,undefined
+	$(CMAKE) --build build/sanitize --parallel $(JOBS)
+	rm -rf $(SITE) build/sanitize/log && mkdir -p $(SITE) build/sanitize/log && cp -r hobbit_cpp gguf_tools $(SITE)
+	$(CMAKE) --install build/sanitize --prefix "$(CURDIR)/$(SITE)"
+	LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS="print_stacktrace=1:log_path=$(CURDIR)/build/sanitize/log/ubsan" \
+	    PYTHONPATH="$(CURDIR)/$(SITE)" $(PY) -m pytest -q $(SANITIZED_TESTS) $(PYTEST_ARGS)
+	! grep -rh "csrc/.*runtime error" build/sanitize/log
+
+soak: setup
+	$(PY) benchmarks/soak.py --seconds $(SECONDS_OF_SOAK)
 
 tools: $(VENV)/made
 	source="$${HOBBIT_LLAMA_CPP_SOURCE:-$$($(SDIST))}" && \

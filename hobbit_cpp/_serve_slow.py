@@ -21,6 +21,10 @@ def impatient(protocol: type, seconds: float) -> type:
             super().data_received(data)
             self._expect_request()
 
+        def on_response_complete(self, *args):
+            super().on_response_complete(*args)  # may find the next request's beginning in what it has
+            self._expect_request()
+
         def _expect_request(self):
             due = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
             self._sending = self._timer(self._sending, due)

@@ -6,8 +6,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <random>
+#include <sys/resource.h>
+#include <sys/wait.h>
 #include <thread>
+#include <unistd.h>
 
 using namespace hob;
 
@@ -156,6 +160,53 @@ TEST(loader_a_throwing_storage_is_a_failure) {
     l.wait_done(*r[0].state);
     CHECK(r[0].state->failed);
     CHECK_EQ(l.error(), "thrown");
+}
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && defined(__linux__) // those need address space of their own
+TEST(loader_threads_that_cannot_start_are_an_error) {
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(60); // it waited for ever once
+        fixture f(SMALL);
+        long pages = 0;
+        FILE * statm = fopen("/proc/self/statm", "r");
+        const bool known = statm && fscanf(statm, "%ld", &pages) == 1;
+        const rlim_t most = (rlim_t) pages * (rlim_t) sysconf(_SC_PAGESIZE) + ((rlim_t) 32 << 20); // stacks of a few
+        const rlimit limit = { most, most };
+        std::string what;
+        try {
+            if (known && setrlimit(RLIMIT_AS, &limit) == 0) {
+                loader l(f.files, 64, 4096);
+            }
+        } catch (const std::exception & e) {
+            what = e.what();
+        }
+        _exit(what.find("cannot start 64 threads to load experts") == 0 ? 0 : 1);
+    }
+    int status = -1;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    CHECK_EQ(status, 0);
+}
+#endif
+
+TEST(loader_giving_up_waits_for_nothing) {
+    fixture f(SMALL);
+    gate g;
+    f.files.before = [&](const fake_model::place &) {
+        g.pass();
+        return std::string();
+    };
+    loader l(f.files, 2, 4096);
+    std::vector<load_request> r = { f.request(0, 2, COPY_HIGH, 0) };
+    l.submit(PRIORITY_DEMAND, r);
+    int asked = 0;
+    CHECK(!l.wait(*r[0].state, PART_EARLY, [&] { return ++asked == 3; }));
+    CHECK_EQ(asked, 3);
+    CHECK(!l.wait_done(*r[0].state, [] { return true; }));
+    CHECK(!r[0].state->failed && !r[0].state->done());
+    g.lift(); // what was queued arrives all the same
+    CHECK(l.wait_done(*r[0].state, [] { return false; }));
+    CHECK(f.holds(r[0], 0) && f.holds(r[0], 1) && f.holds(r[0], 2));
 }
 
 TEST(loader_destruction_with_loads_in_flight) {
