@@ -100,7 +100,7 @@ uint64_t left_in_groups(const std::string & root) {
             // A container may see its own subtree only; what leads out of it is the mount point itself.
             const std::string top = m[3] == "/" ? "" : m[3];
             std::string below = path.compare(0, top.size(), top) == 0 ? path.substr(top.size()) : "";
-            if (below == "/" || below.compare(0, 3, "/..") == 0) {
+            if (below == "/" || below.compare(0, 1, "/") != 0 || below.compare(0, 3, "/..") == 0) {
                 below.clear();
             }
             const std::string base = root + m[4].substr(1);

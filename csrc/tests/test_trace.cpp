@@ -83,7 +83,7 @@ TEST(trace_bytes) {
     CHECK_EQ(dict.find("{'descr': [('seq', '<i2'), ('pos', '<i4'), ('layer', '<i2'), ('expert', '<i2', (3,)), ('weight', '<f4', (3,))], "
                        "'fortran_order': False, 'shape': (2,), }"), 0u);
     CHECK_EQ(dict.back(), '\n');
-    const char first[14] = { 1, 0, 20, 0, 0, 0, 3, 0, 7, 0, 8, 0, -1, -1 };
+    const unsigned char first[14] = { 1, 0, 20, 0, 0, 0, 3, 0, 7, 0, 8, 0, 0xff, 0xff };
     CHECK(memcmp(f.data() + 256, first, sizeof(first)) == 0);
     const float expected_w[3] = { 0.5f, 0.25f, 0.0f };
     CHECK(memcmp(f.data() + 256 + 14, expected_w, sizeof(expected_w)) == 0);
