@@ -141,12 +141,13 @@ def test_values_that_belong_together(dual):
 
 def test_settings_in_force(dual):
     given = {"t1": np.float32(0.5), "t2": 0.75, "cache_bytes": "3MiB", "policy": "hobbit", "policy_weights": np.array([1, 2, 0, 0.5]), "low_fraction": 0.25,
-             "n_io_threads": np.int64(2), "direct_io": False, "force_miss": True}
+             "n_io_threads": np.int64(2), "direct_io": False, "force_miss": True, "prefetch": np.int32(2), "prefetch_copy": "high", "prefetch_ranks": 3,
+             "prefetch_prompts": False, "lean": np.float32(0.25)}
     with load(dual, **given) as llm:
         s = llm.offload_stats()
         assert s["settings"] == {"t1": 0.5, "t2": 0.75, "skip_mass": 1, "policy": "hobbit", "policy_weights": [1, 2, 0, 0.5], "low_fraction": 0.25, "n_io_threads": 2,
-                                 "direct_io": False, "force_miss": True, "verify": False, "cache_bytes": "3MiB", "profile": None, "miss": "fetch", "host_copies": False, "host_pinned": False,
-                                 "unified_memory": False, "prefetch": 0, "prefetch_copy": "rule", "prefetch_ranks": 1, "prefetch_prompts": True, "lean": 0}
+                                 "direct_io": False, "force_miss": True, "verify": False, "cache_bytes": "3MiB", "prefetch": 2, "prefetch_copy": "high",
+                                 "prefetch_ranks": 3, "prefetch_prompts": False, "lean": 0.25, "profile": None, "miss": "fetch", "host_copies": False, "host_pinned": False, "unified_memory": False}
         assert s["budget"]["budget_bytes"] == 3 * 2**20
         assert s["mode"] == "mixed" and s["sidecar"] == str(dual.with_name("small.experts.gguf"))
         assert s["groups"][0]["low_slots"] > 1 and s["groups"][0]["backend"] == "CPU"
