@@ -84,7 +84,7 @@ core-test: core-tests-built
 stress: core-tests-built
 	build/core-tests/hobbit-core-tests --seed $(SEED) --steps $$(($(STEPS) / 20)) stress_random_schedules
 
-# The Python modules with the sanitized libraries, in a folder of their own that comes before the installed package. A sanitizer's
+# The Python modules with the sanitized libraries, in a folder of their own, which pytest runs in: that comes first. A sanitizer's
 # report on llama.cpp or ggml is kept in the log; one on csrc is an error.
 SITE := build/sanitize/site
 RUNTIMES = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
@@ -94,8 +94,8 @@ test-sanitize: setup
 	$(CMAKE) --build build/sanitize --parallel $(JOBS)
 	rm -rf $(SITE) build/sanitize/log && mkdir -p $(SITE) build/sanitize/log && cp -r hobbit_cpp gguf_tools $(SITE)
 	$(CMAKE) --install build/sanitize --prefix "$(CURDIR)/$(SITE)"
-	LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS="print_stacktrace=1:log_path=$(CURDIR)/build/sanitize/log/ubsan" \
-	    PYTHONPATH="$(CURDIR)/$(SITE)" $(PY) -m pytest -q $(SANITIZED_TESTS) $(PYTEST_ARGS)
+	cd $(SITE) && LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS="print_stacktrace=1:log_path=$(CURDIR)/build/sanitize/log/ubsan" \
+	    PYTHONPATH="$(CURDIR)/$(SITE)" $(CURDIR)/$(PY) -m pytest -q $(addprefix $(CURDIR)/,$(SANITIZED_TESTS)) $(PYTEST_ARGS)
 	! grep -rh "csrc/.*runtime error" build/sanitize/log
 
 soak: setup

@@ -82,6 +82,7 @@ class Soak:
         self.pair = self.folder / "pair.gguf"
         convert(self.source, self.pair, "keep", "q2_k", threads=1)
         self.stock = llama_cpp.Llama(self.source, **COMMON)
+        self.stock.scores[:] = 0  # the whole array is there from now on, not as far as the longest prompt so far
         self.words = (DATA / "sample.txt").read_text(encoding="utf-8").split()
         self.tokens = 0
 
@@ -256,6 +257,7 @@ def main():
     growth = 100 * (last / first - 1)
     leaked = [x for x in (1, 2, 3) if statistics.median(s[x] for s in counted[-part:]) > statistics.median(s[x] for s in counted[:part])]
     print(json.dumps({"seconds": round(time.monotonic() - began), "cycles": len(sizes), "tokens": soak.tokens, "uses": soak.done,
+                      "memory_MiB": [round(statistics.median(s[0] for s in sizes[i:i + part]) / 2**20, 2) for i in range(0, len(sizes), part)],
                       "memory_first": int(first), "memory_last": int(last), "growth_percent": round(growth, 3),
                       "more_of": [("", "files", "python threads", "threads")[x] for x in leaked]}))
     return status or int(growth > a.growth or bool(leaked))
