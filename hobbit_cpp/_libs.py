@@ -145,10 +145,13 @@ def _check_ggml(lib, want):
 
 def _check_processor(want):
     """Libraries built with -march=native on a newer machine would die of an illegal instruction."""
-    needed = build_info().get("cpu_flags")
+    info = build_info()
+    needed = info.get("cpu_flags")
+    # An emulator (qemu-user) shows the file of the processor that it runs on: no line of the kind means that nothing is known.
+    line_name = "features" if info.get("processor", "").startswith(("aarch64", "arm")) else "flags"
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as f:
-            have = next((line.split(":", 1)[1].split() for line in f if line.lower().startswith(("flags", "features"))), None)
+            have = next((line.split(":", 1)[1].split() for line in f if line.lower().startswith(line_name)), None)
     except OSError:
         return
     missing = [flag for flag in needed or [] if have and flag not in have]

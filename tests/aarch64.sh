@@ -55,9 +55,9 @@ cmake --build $work/core-tests --parallel "$jobs" >> $work.log
 "$emulator" -L $root $work/core-tests/hobbit-core-tests
 
 echo "== demo"
-on_target -m hobbit_cpp demo --threads 2
+on_target -P -m hobbit_cpp demo --threads 2
 
 echo "== bit-identity, by the logits of stock llama.cpp and of T1 = 1 in the smallest budget"
 model=hobbit_cpp/data/books-8x2-small-q8_0.gguf
-on_target -m hobbit_cpp convert $model -o $work/dual.gguf --high keep --low q2_k --force
-on_target tests/aarch64_identity.py $model $work/dual.gguf
+on_target -P -m hobbit_cpp convert $model -o $work/dual.gguf --high keep --low q2_k --force
+on_target tests/aarch64_identity.py $model $work/dual.gguf 2> $work/identity.log # llama.cpp's log
