@@ -37,5 +37,7 @@ def variables(args) -> dict:
         warnings.warn("policy_weights cannot be said in a variable: equal weights are used", RuntimeWarning)
     found = {"CACHE": model["budget"], "T1": model["t1"], "T2": model["t2"], "POLICY": model["policy"]}
     more = {"SKIP_MASS": args.skip_mass, "LOW_FRACTION": model["low_fraction"] or None, "IO_THREADS": args.io_threads,
-            "NO_DIRECT_IO": "true" if args.no_direct_io else None, "HOST_COPIES": args.host_copies, "MISS": args.miss}
+            "NO_DIRECT_IO": "true" if args.no_direct_io else None, "HOST_COPIES": args.host_copies, "MISS": args.miss,
+            "VERIFY": "true" if args.verify else None, "UNIFIED_MEMORY": args.unified_memory, "PREFETCH": args.prefetch, "PREFETCH_COPY": args.prefetch_copy,
+            "PREFETCH_RANKS": args.prefetch_ranks, "NO_PROMPT_PREFETCH": "true" if args.no_prompt_prefetch else None, "LEAN": args.lean}
     return {**found, **{name: value for name, value in more.items() if value is not None}}

@@ -25,7 +25,8 @@ from hobbit_cpp.settings import Settings
 from makers import make_model
 
 SOURCE = engine.DEFAULT_MODEL
-FIELDS = ("t1", "t2", "policy", "budget_kind", "cache_bytes", "cache_fraction", "n_io_threads", "low_fraction", "skip_mass", "direct_io", "miss", "host_copies", "host_bytes")
+FIELDS = ("t1", "t2", "policy", "budget_kind", "cache_bytes", "cache_fraction", "n_io_threads", "low_fraction", "skip_mass", "direct_io", "miss", "host_copies", "host_bytes",
+          "unified", "verify", "prefetch", "prefetch_copy", "prefetch_ranks", "prefetch_prompts", "lean")
 
 LOADS = """
     import ctypes, json, os, sys
@@ -81,19 +82,23 @@ def filled(**given):
 
 GOOD = {"CACHE": ("cache_bytes", ["40 MiB", "24.5m", "60%", " 100 % ", "min", "MIN", "90071993"]), "T1": ("t1", ["0", "1e-1", " .25"]), "T2": ("t2", ["0.75"]),
         "SKIP_MASS": ("skip_mass", ["0.5"]), "LOW_FRACTION": ("low_fraction", ["0.25"]), "POLICY": ("policy", ["lru", "follow"]), "IO_THREADS": ("n_io_threads", ["2"]),
-        "HOST_COPIES": ("host_copies", ["none", "auto", "8MiB"]), "MISS": ("miss", ["fetch", "auto"])}
-NUMBERS = ("t1", "t2", "skip_mass", "low_fraction")
+        "HOST_COPIES": ("host_copies", ["none", "auto", "8MiB"]), "MISS": ("miss", ["fetch", "auto"]), "UNIFIED_MEMORY": ("unified_memory", ["auto", "on", "off"]), "VERIFY": ("verify", ["true", "no"]),
+        "PREFETCH": ("prefetch", ["0", "3", "auto"]), "PREFETCH_COPY": ("prefetch_copy", ["high"]), "PREFETCH_RANKS": ("prefetch_ranks", ["2"]),
+        "LEAN": ("lean", ["0.05"])}
+NUMBERS = ("t1", "t2", "skip_mass", "low_fraction", "lean")
+WORDS = {"none": False, "on": True, "true": True, "off": False, "no": False}
 
 
 def test_values_mean_what_they_mean_in_python(tiny):
     cases, wanted = [], []
     for name, (argument, values) in GOOD.items():
         for text in values:
-            value = float(text) if argument in NUMBERS else int(text) if argument == "n_io_threads" else {"none": False}.get(text, text)
-            cases.append({f"HOBBIT_{name}": text})
-            wanted.append(filled(**{"cache_bytes": "25%", argument: value}))
-    cases += [{}, {"HOBBIT_NO_DIRECT_IO": "yes", "HOBBIT_T1": "1", "HOBBIT_T2": "0"}]
-    wanted += [filled(cache_bytes="25%"), filled(cache_bytes="25%", direct_io=False, t1=1, t2=0)]
+            value = float(text) if argument in NUMBERS else int(text) if argument in ("n_io_threads", "prefetch", "prefetch_ranks") and text != "auto" else WORDS.get(text, text)
+            ahead = argument.startswith("prefetch_")  # means nothing without prefetch
+            cases.append({f"HOBBIT_{name}": text, **({"HOBBIT_PREFETCH": "1"} if ahead else {})})
+            wanted.append(filled(**{"cache_bytes": "25%", **({"prefetch": 1} if ahead else {}), argument: value}))
+    cases += [{}, {"HOBBIT_NO_DIRECT_IO": "yes", "HOBBIT_T1": "1", "HOBBIT_T2": "0"}, {"HOBBIT_NO_PROMPT_PREFETCH": "1"}]
+    wanted += [filled(cache_bytes="25%"), filled(cache_bytes="25%", direct_io=False, t1=1, t2=0), filled(cache_bytes="25%", prefetch_prompts=False)]
     for case, want, (params, log) in zip(cases, wanted, loads(tiny, cases)):
         ignored = () if want["budget_kind"] == engine.FRACTION else ("cache_fraction",)  # not in use then
         assert params and {k: v for k, v in params.items() if k not in ignored} == {k: v for k, v in want.items() if k not in ignored}, (case, log)

@@ -48,6 +48,8 @@ bool parse_switch(const std::string & text, bool & out) {
 
 const std::vector<std::string> POLICIES = { "lru", "lfu", "hobbit", "lcu", "follow" }; // enum hobbit_policy
 const std::vector<std::string> MISSES   = { "fetch", "cpu", "auto" };                  // enum hobbit_miss
+const std::vector<std::string> UNIFIED  = { "off", "on", "auto" };                     // enum hobbit_unified
+const std::vector<std::string> COPIES   = { "rule", "low", "high" };                   // enum hobbit_prefetch_copy
 
 bool parse_word(const std::vector<std::string> & words, const std::string & text, int32_t & out) {
     const auto it = std::find(words.begin(), words.end(), text);
@@ -121,12 +123,31 @@ std::string set_io_threads(const std::string & value, hobbit_params & p) {
     return "";
 }
 
-std::string set_no_direct_io(const std::string & value, hobbit_params & p) {
-    bool off = false;
-    if (!parse_switch(value, off)) {
+// off: the flag turns the setting off
+std::string set_switch(const std::string & value, int32_t & out, bool off) {
+    bool on = false;
+    if (!parse_switch(value, on)) {
         return "it must be true or false";
     }
-    p.direct_io = !off;
+    out = on != off;
+    return "";
+}
+
+std::string set_prefetch(const std::string & value, hobbit_params & p) {
+    static const std::vector<std::string> WORDS = { "0", "1", "2", "3", "auto" };
+    if (!parse_word(WORDS, value, p.prefetch)) {
+        return one_of(WORDS);
+    }
+    p.prefetch = value == "auto" ? (int32_t) HOBBIT_PREFETCH_AUTO : p.prefetch;
+    return "";
+}
+
+std::string set_prefetch_ranks(const std::string & value, hobbit_params & p) {
+    double n = 0.0;
+    if (!parse_number(value, n) || n != std::floor(n) || n < 0 || n > 1e9) {
+        return "it must be a whole number of at least 0 (0: all)";
+    }
+    p.prefetch_ranks = (int32_t) n;
     return "";
 }
 
@@ -145,7 +166,14 @@ const setting SETTINGS[] = {
     { "MISS",         [](const std::string & v, hobbit_params & p) { return parse_word(MISSES, v, p.miss) ? std::string() : one_of(MISSES); } },
     { "HOST_COPIES",  set_host_copies },
     { "IO_THREADS",   set_io_threads },
-    { "NO_DIRECT_IO", set_no_direct_io },
+    { "NO_DIRECT_IO", [](const std::string & v, hobbit_params & p) { return set_switch(v, p.direct_io, true); } },
+    { "VERIFY",       [](const std::string & v, hobbit_params & p) { return set_switch(v, p.verify, false); } },
+    { "UNIFIED_MEMORY", [](const std::string & v, hobbit_params & p) { return parse_word(UNIFIED, v, p.unified) ? std::string() : one_of(UNIFIED); } },
+    { "PREFETCH",       set_prefetch },
+    { "PREFETCH_COPY",  [](const std::string & v, hobbit_params & p) { return parse_word(COPIES, v, p.prefetch_copy) ? std::string() : one_of(COPIES); } },
+    { "PREFETCH_RANKS", set_prefetch_ranks },
+    { "NO_PROMPT_PREFETCH", [](const std::string & v, hobbit_params & p) { return set_switch(v, p.prefetch_prompts, true); } },
+    { "LEAN",         [](const std::string & v, hobbit_params & p) { return set_float(v, p.lean); } },
 };
 
 const std::string PREFIX = "HOBBIT_";
