@@ -198,6 +198,7 @@ void hobbit_default_params(struct hobbit_params * p) {
     p->preload        = HOBBIT_PRELOAD_AUTO;
     p->cpu_batch      = 16;
     p->skip_mass      = 1.0f;
+    p->prefetch_ranks   = 1;
     p->prefetch_prompts = 1;
     p->unified        = HOBBIT_UNIFIED_AUTO;
 }
