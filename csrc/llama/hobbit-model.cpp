@@ -317,7 +317,7 @@ static void place_banks(hobbit & h, size_t gi, hob::group_layout & g, const grou
     h.bank_bytes[plan.buft] += total;
     ggml_backend_buffer_t buf = nullptr;
     uint8_t * shared = nullptr; // the slots as the CPU sees them, where device and CPU share them
-    if (unified && !measure) {
+    if (unified && !measure && !ggml_backend_buft_is_host(plan.buft)) { // layers on the CPU have slots there anyway
         h.host_memory.push_back(std::make_unique<hobbit_pinned>(total, gb.dev));
         shared = h.host_memory.back()->data();
         buf = h.host_memory.back()->seen_by(gb.dev).release();
@@ -456,11 +456,11 @@ void hobbit_start(hobbit & h, const llama_model & model, bool measure) {
         hobbit_measure_speeds(h, layout, b);
     }
     h.engine = std::make_unique<hob::engine>(std::move(layout), h.params, b, std::move(files), std::move(some));
+    h.gates = std::make_shared<hobbit_gates>();
     if (measure) {
         return;
     }
     h.engine->fill_whole_groups();
-    h.gates = std::make_shared<hobbit_gates>();
 
     const hobbit_info info = h.engine->info();
     LLAMA_LOG_INFO("%s: expert offloading: budget %.1f MiB of %.1f MiB (floor %.1f MiB), %d layers in %d group(s), T1 %.3f, T2 %.3f, %s reads\n", __func__,
