@@ -196,7 +196,7 @@ def make_params(settings: Settings, path: str, need: model_memory.Need, n_used: 
             settings.fill(params, auto_bytes(need, info.floor_bytes, info.high_bytes))
         else:
             check_budget(settings, need, info)
-        check_address_space(settings, params, need, info)
+        check_address_space(path, settings, params, need, info)
     return params
 
 
@@ -225,10 +225,11 @@ def check_budget(settings: Settings, need: model_memory.Need, info: b.hobbit_inf
     except OSError:
         return
     budget = asked_bytes(settings, info)
-    rest = need.residents + (need.kv_cache if need.plain else 0) + copies_bytes(settings, info)
+    copies = copies_bytes(settings, info)
+    rest = need.residents + (need.kv_cache if need.plain else 0) + copies
     whole = memory.limit(now)
     what = (f"cache_bytes={settings.cache_bytes!r} comes to {memory.format_bytes(budget)}, the rest of the model takes "
-            f"{memory.format_bytes(rest)} at least, and ")
+            f"{memory.format_bytes(rest - copies)} at least, {f'host copies take {memory.format_bytes(copies)}, ' if copies else ''}and ")
     if budget + rest > whole:
         group = next((g.path for g in now.groups if g.limit == whole), None)
         where = f"the limit of the control group {group} is" if group else "this machine has"
@@ -237,7 +238,7 @@ def check_budget(settings: Settings, need: model_memory.Need, info: b.hobbit_inf
         warnings.warn(f"{what}only {memory.format_bytes(memory.available(now))} are available now", RuntimeWarning, stacklevel=4)
 
 
-def check_address_space(settings: Settings, params: b.hobbit_params, need: model_memory.Need, info: b.hobbit_info) -> None:
+def check_address_space(path: str, settings: Settings, params: b.hobbit_params, need: model_memory.Need, info: b.hobbit_info) -> None:
     """llama.cpp aborts the process where it is refused an allocation: a limit (ulimit -v) is kept clear of."""
     left = memory.address_space_left()
     if left is None:
@@ -245,7 +246,7 @@ def check_address_space(settings: Settings, params: b.hobbit_params, need: model
     budget = params.cache_bytes if settings.budget.kind == "auto" else asked_bytes(settings, info)
     take = need.total + budget + copies_bytes(settings, info) + (settings.n_io_threads + (os.cpu_count() or 1)) * memory.THREAD_BYTES
     if take > left:
-        raise ValueError(f"the limit on this process's address space leaves {memory.format_bytes(left)}, but the model and its threads can take "
+        raise ValueError(f"{path}: the limit on this process's address space leaves {memory.format_bytes(left)}, but the model and its threads can take "
                          f"{memory.format_bytes(take)}: raise the limit (ulimit -v), or give less cache_bytes, n_ctx or n_io_threads")
 
 
