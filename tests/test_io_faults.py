@@ -37,7 +37,7 @@ PRELUDE = """
         return llm(prompt, max_tokens=n, temperature=0)["choices"][0]["text"]
 
     def data():
-        """Where the experts begin in the sidecar."""
+        # where the experts begin in the sidecar
         from gguf_tools.reader import Reader
         with Reader(sys.argv[1].replace(".gguf", ".experts.gguf")) as reader:
             return reader.files[0].data_offset
