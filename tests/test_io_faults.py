@@ -119,7 +119,7 @@ def test_reads_that_fail_while_it_loads(faulty, dual):
                     fault(**kind, before=before, part=part)
                     note(f"{part} {name} {before}", lambda: load().close())
         shim.faults_off()
-        fault(ERROR, errno.EIO, first=data())
+        fault(ERROR, errno.EIO, first=data() + (1 << 20))  # beyond what is read with the header
         note("copies", lambda: load(host_copies=True).close())
         shim.faults_off()
         note("well", lambda: bool(text(load())))
