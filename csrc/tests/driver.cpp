@@ -81,6 +81,10 @@ void driver::on_prefetch(void * user, hobbit *, int32_t layer, int32_t, int32_t,
 }
 
 void driver::begin() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        running_ = -1; // what a graph that failed had planned is needed no more, and its error is forgotten now
+    }
     engine->begin_graph();
     incomplete_ = left_ = false;
 }
