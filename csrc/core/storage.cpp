@@ -52,12 +52,13 @@ std::string failed(const open_file & f, size_t n, uint64_t offset, const std::st
 std::string read_fully(open_file & f, uint8_t * dst, size_t n, size_t need, uint64_t offset) {
     size_t done = 0;
     while (done < need) {
+        const bool direct = f.direct; // another thread may end that while this one reads
         const ssize_t r = pread(f.fd, dst + done, n - done, (off_t) (offset + done));
         if (r > 0) {
             done += (size_t) r;
         } else if (r == 0) {
             return failed(f, need, offset, "the file ends after " + std::to_string(offset + done) + " bytes");
-        } else if (errno == EINVAL && f.direct) { // its file system wants more than IO_ALIGN, or an odd number of bytes came
+        } else if (errno == EINVAL && direct) { // its file system wants more than IO_ALIGN, or an odd number of bytes came
 #ifdef O_DIRECT
             fcntl(f.fd, F_SETFL, fcntl(f.fd, F_GETFL) & ~O_DIRECT);
 #endif
