@@ -8,24 +8,35 @@ class CgroupError(Exception):
     """No cgroup can be had; the message is one sentence."""
 
 
-def _mount():
-    """(version, folder in which a group can be made)."""
-    v2 = None
+def _mount(v1, v2):
+    """(version, folder in which a group can be made) of a controller, by its names in cgroup v1 and v2."""
+    unified = None
     with open("/proc/mounts") as f:
         for line in f:
             _, folder, kind, options = line.split()[:4]
-            if kind == "cgroup" and "memory" in options.split(","):
+            if kind == "cgroup" and v1 in options.split(","):
                 return 1, folder
             if kind == "cgroup2":
-                v2 = v2 or folder
-    if v2:
+                unified = unified or folder
+    if unified:
         try:
-            with open(os.path.join(v2, "cgroup.controllers")) as f:
-                if "memory" in f.read().split():
-                    return 2, v2
+            with open(os.path.join(unified, "cgroup.controllers")) as f:
+                if v2 in f.read().split():
+                    return 2, unified
         except OSError:
             pass
-    raise CgroupError("no cgroup file system with the memory controller is mounted")
+    raise CgroupError(f"no cgroup file system with the {v1} controller is mounted")
+
+
+def _remove(folder):
+    for _ in range(50):
+        try:
+            return os.rmdir(folder)
+        except FileNotFoundError:
+            return None
+        except OSError:
+            time.sleep(0.1)  # the last process is still leaving
+    return None
 
 
 class MemoryCgroup:
@@ -35,7 +46,7 @@ class MemoryCgroup:
     """
 
     def __init__(self, name, limit):
-        self.version, root = _mount()
+        self.version, root = _mount("memory", "memory")
         self.folder = os.path.join(root, name)
         self.procs = os.path.join(self.folder, "cgroup.procs")
         try:
@@ -84,14 +95,7 @@ class MemoryCgroup:
 
     def remove(self):
         self._write("memory.force_empty", 0, optional=True)
-        for _ in range(50):
-            try:
-                return os.rmdir(self.folder)
-            except FileNotFoundError:
-                return None
-            except OSError:
-                time.sleep(0.1)  # the last process is still leaving
-        return None
+        _remove(self.folder)
 
     def __enter__(self):
         return self
@@ -117,19 +121,19 @@ class ReadLimit:
     """
 
     def __init__(self, name, path, rate):
-        controller, root, setting = _io_mount()
+        version, root = _mount("blkio", "io")
         self.folder = os.path.join(root, name)
         self.procs = os.path.join(self.folder, "cgroup.procs")
         device = _disk_of(path)
         try:
-            if controller == "io":
+            if version == 2:
                 with open(os.path.join(root, "cgroup.subtree_control"), "w") as f:
                     f.write("+io")
             os.makedirs(self.folder, exist_ok=True)
-            with open(os.path.join(self.folder, setting), "w") as f:
-                f.write(f"{device} {rate}" if controller == "blkio" else f"{device} rbps={rate}")
+            with open(os.path.join(self.folder, "blkio.throttle.read_bps_device" if version == 1 else "io.max"), "w") as f:
+                f.write(f"{device} {rate}" if version == 1 else f"{device} rbps={rate}")
         except OSError as e:
-            self.__exit__()
+            _remove(self.folder)
             raise CgroupError(f"cannot limit reads of {device} in {self.folder} ({e.strerror}); run as root, "
                               "where the cgroup file system is writable and the disk is a local one") from None
 
@@ -137,28 +141,7 @@ class ReadLimit:
         return self
 
     def __exit__(self, *_):
-        for _ in range(50):
-            try:
-                return os.rmdir(self.folder)
-            except FileNotFoundError:
-                return None
-            except OSError:
-                time.sleep(0.1)
-        return None
-
-
-def _io_mount():
-    """(controller, folder in which a group can be made, name of the setting)."""
-    v2 = None
-    with open("/proc/mounts") as f:
-        for line in f:
-            _, folder, kind, options = line.split()[:4]
-            if kind == "cgroup" and "blkio" in options.split(","):
-                return "blkio", folder, "blkio.throttle.read_bps_device"
-            v2 = folder if kind == "cgroup2" else v2
-    if v2:
-        return "io", v2, "io.max"
-    raise CgroupError("no cgroup file system with the blkio or io controller is mounted")
+        _remove(self.folder)
 
 
 def _disk_of(path):

@@ -11,7 +11,7 @@ FOLDER is on the disk that will hold the models. Three parts:
    hobbit at 0.6/0.9 and all high beside llama.cpp's mmap, a process and an emptied page cache each, --repeats rounds in turn.
    Floor: the bytes read while decoding, at the disk's speed.
 
-Needs root only to empty the page cache (sudo -E env PATH=$PATH benchmarks/board.sh ...); without, it says so in the JSON.
+Needs no root: the models' files are pushed out of the page cache before each run.
 """
 
 import argparse
@@ -28,7 +28,6 @@ ROOT = os.path.dirname(HERE)
 sys.path[:0] = [HERE, ROOT]
 
 import _disk  # noqa: E402
-from _cgroup import CgroupError, drop_caches  # noqa: E402
 
 MIXTRAL_LAYER = 8 * 3 * 4096 * 14336 * 34 / 32  # bytes, q8_0
 PHASES = [["prefill", 128], ["decode", 16]]
@@ -52,10 +51,6 @@ def python(*command, env=None, **kwargs):
 
 def say(text):
     print(text, file=sys.stderr, flush=True)
-
-
-def has_gpu(report):
-    return report["machine"]["gpu"]
 
 
 def identity(gpu):
@@ -121,19 +116,24 @@ def files(a, memory):
     return plain, pair
 
 
+def forget(folder):
+    """The models' files out of the page cache."""
+    for name in os.listdir(folder):
+        if name.endswith(".gguf"):
+            with open(os.path.join(folder, name), "rb") as f:
+                os.fsync(f.fileno())
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def measure(job):
-    try:
-        drop_caches()
-        emptied = True
-    except CgroupError:
-        emptied = False
+    forget(os.path.dirname(os.path.abspath(job["model"])))
     try:
         stock = {"LLAMA_CPP_LIB_PATH": os.path.join(ROOT, "hobbit_cpp", "lib")} if job["engine"] == "stock" else None
         done = python(os.path.join(HERE, "_worker.py"), json.dumps(job), env=stock, stderr=subprocess.PIPE, timeout=3600)
         result = json.loads(done.stdout) if done.stdout else {"error": f"exit status {done.returncode}: {done.stderr[-1000:]}"}
     except subprocess.TimeoutExpired:
         result = {"error": "more than an hour"}
-    return {**result, "page_cache_emptied": emptied}
+    return result
 
 
 def main():
@@ -142,7 +142,7 @@ def main():
     board = report["doctor"]["board"]
     for remark in board["remarks"]:
         say(f"remark: {remark}")
-    gpu = has_gpu(report["doctor"])
+    gpu = report["doctor"]["machine"]["gpu"]
     say("comparing with llama.cpp")
     report["identity"] = identity(gpu)
     plain, pair = files(a, board["memory"])

@@ -44,7 +44,7 @@ def remarks(b: dict) -> list[str]:
     if zram:
         found.append(f"{format_bytes(sum(s['bytes'] for s in zram))} of swap are compressed memory (zram): it takes from what experts could have; sudo systemctl disable nvzramconfig")
     if b["power_mode"] and "MAXN" not in b["power_mode"].upper():
-        found.append(f"the power mode is {b['power_mode']}: sudo nvpmodel -m 0 gives the largest, sudo jetson_clocks holds it")
+        found.append(f"the power mode is {b['power_mode']}: grep POWER_MODEL /etc/nvpmodel.conf lists the board's, sudo nvpmodel -m ID takes one, sudo jetson_clocks holds it")
     if b["governor"] and b["governor"] not in ("performance", "schedutil"):
         found.append(f"the CPU's governor is {b['governor']}: sudo jetson_clocks sets clocks to their maximum")
     if b["model"] and b["disks"] and not any(d["name"].startswith("nvme") for d in b["disks"]):

@@ -20,6 +20,10 @@ BY_LAYER = {
 TOTALS = {
     "expert_prefetches": ("Copies loaded ahead", {"": "prefetches"}, 1),
     "expert_prefetch_hits": ("Copies loaded ahead that were used", {"": "prefetch_hits"}, 1),
+    "expert_predicted_loads": ("Copies loaded ahead because the next layers' routers were predicted", {"": "predicted_loads"}, 1),
+    "expert_predicted_useful": ("Of those, copies that served their layer", {"": "useful"}, 1),
+    "expert_wasted_bytes": ("Bytes of predicted copies that did not", {"": "bytes_wasted"}, 1),
+    "expert_leaned_requests": ("Requests for another expert than the router alone would have chosen", {"": "leaned"}, 1),
     "expert_cpu_bytes": ("Bytes of missed experts that the CPU computed with", {"": "bytes_cpu"}, 1),
     "forward_passes": ("Forward passes", {"": "graphs"}, 1),
     "seconds": ("Seconds of forward passes, by what they went to", {"computing": "compute_us", "waiting": "wait_us", "planning": "plan_us"}, 1e-6),

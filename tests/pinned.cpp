@@ -2,12 +2,15 @@
 // Prints what went wrong; the exit status is the number of such lines.
 
 #include "hobbit-pinned.h"
+#include "hobbit-threads.h"
 
 #include "ggml-backend-impl.h"
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <stdexcept>
 #include <string>
 
 static size_t quota;
@@ -102,5 +105,19 @@ int main() {
     } catch (const std::exception & e) {
         CHECK(std::string(e.what()).find("out of memory") == 0);
     }
+
+    // what an exception of one thread does to the others: nothing, and it is thrown where they were started
+    std::atomic<int> runs{ 0 };
+    try {
+        hobbit_on_threads(4, [&] {
+            if (runs++ == 1) {
+                throw std::runtime_error("one of four");
+            }
+        });
+        CHECK(!"no exception");
+    } catch (const std::runtime_error & e) {
+        CHECK(std::string(e.what()) == "one of four");
+    }
+    CHECK(runs == 4);
     return failures;
 }

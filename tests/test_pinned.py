@@ -19,7 +19,7 @@ def test_memory_that_is_pinned_in_part(repo, tmp_path):
     lib = repo / "hobbit_cpp" / "lib"
     include = [f"-I{p}" for p in (repo / "csrc/include", repo / "csrc/core", repo / "csrc/llama", llama / "ggml/include", llama / "ggml/src")]
     program = tmp_path / "pinned"
-    subprocess.run([compiler, "-std=c++17", "-O1", *include, repo / "tests/pinned.cpp", repo / "csrc/llama/hobbit-pinned.cpp", "-o", program,
+    subprocess.run([compiler, "-std=c++17", "-O1", *include, repo / "tests/pinned.cpp", repo / "csrc/llama/hobbit-pinned.cpp", repo / "csrc/llama/hobbit-threads.cpp", "-o", program,
                     f"-L{lib}", "-lggml-base", "-Wl,--allow-shlib-undefined", f"-Wl,-rpath,{lib}", "-lpthread"], check=True)
     p = subprocess.run([program], capture_output=True, text=True, timeout=60)
     assert p.returncode == 0, p.stdout + p.stderr

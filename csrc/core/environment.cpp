@@ -114,12 +114,12 @@ std::string set_host_copies(const std::string & value, hobbit_params & p) {
     return "";
 }
 
-std::string set_io_threads(const std::string & value, hobbit_params & p) {
+std::string set_whole(const std::string & value, int32_t & out, int low, int high, const char * allowed) {
     double n = 0.0;
-    if (!parse_number(value, n) || n != std::floor(n) || n < 1 || n > 64) {
-        return "it must be a whole number from 1 to 64";
+    if (!parse_number(value, n) || n != std::floor(n) || n < low || n > high) {
+        return allowed;
     }
-    p.n_io_threads = (int32_t) n;
+    out = (int32_t) n;
     return "";
 }
 
@@ -142,15 +142,6 @@ std::string set_prefetch(const std::string & value, hobbit_params & p) {
     return "";
 }
 
-std::string set_prefetch_ranks(const std::string & value, hobbit_params & p) {
-    double n = 0.0;
-    if (!parse_number(value, n) || n != std::floor(n) || n < 0 || n > 1e9) {
-        return "it must be a whole number of at least 0 (0: all)";
-    }
-    p.prefetch_ranks = (int32_t) n;
-    return "";
-}
-
 struct setting {
     const char * name;
     std::string (*set)(const std::string & value, hobbit_params & p);
@@ -165,13 +156,13 @@ const setting SETTINGS[] = {
     { "POLICY",       [](const std::string & v, hobbit_params & p) { return parse_word(POLICIES, v, p.policy) ? std::string() : one_of(POLICIES); } },
     { "MISS",         [](const std::string & v, hobbit_params & p) { return parse_word(MISSES, v, p.miss) ? std::string() : one_of(MISSES); } },
     { "HOST_COPIES",  set_host_copies },
-    { "IO_THREADS",   set_io_threads },
+    { "IO_THREADS",   [](const std::string & v, hobbit_params & p) { return set_whole(v, p.n_io_threads, 1, 64, "it must be a whole number from 1 to 64"); } },
     { "NO_DIRECT_IO", [](const std::string & v, hobbit_params & p) { return set_switch(v, p.direct_io, true); } },
     { "VERIFY",       [](const std::string & v, hobbit_params & p) { return set_switch(v, p.verify, false); } },
     { "UNIFIED_MEMORY", [](const std::string & v, hobbit_params & p) { return parse_word(UNIFIED, v, p.unified) ? std::string() : one_of(UNIFIED); } },
     { "PREFETCH",       set_prefetch },
     { "PREFETCH_COPY",  [](const std::string & v, hobbit_params & p) { return parse_word(COPIES, v, p.prefetch_copy) ? std::string() : one_of(COPIES); } },
-    { "PREFETCH_RANKS", set_prefetch_ranks },
+    { "PREFETCH_RANKS", [](const std::string & v, hobbit_params & p) { return set_whole(v, p.prefetch_ranks, 0, INT32_MAX, "it must be a whole number of at least 0 (0: all)"); } },
     { "NO_PROMPT_PREFETCH", [](const std::string & v, hobbit_params & p) { return set_switch(v, p.prefetch_prompts, true); } },
     { "LEAN",         [](const std::string & v, hobbit_params & p) { return set_float(v, p.lean); } },
 };

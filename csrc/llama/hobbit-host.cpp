@@ -1,6 +1,7 @@
 #include "hobbit-host.h"
 
 #include "free_memory.h"
+#include "hobbit-threads.h"
 #include "loader.h"
 
 #include "ggml-backend.h"
@@ -124,24 +125,18 @@ void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget
     std::atomic<size_t> next{ 0 };
     std::mutex mutex;
     std::string error;
-    std::vector<std::thread> threads;
-    for (int i = 0; i < std::max<int>(8, h.params.n_io_threads); ++i) {
-        threads.emplace_back([&] {
-            hob::aligned_buffer scratch(hob::storage::scratch_bytes(hob::IO_CHUNK));
-            for (size_t k = next++; k < parts.size(); k = next++) {
-                const part & x = parts[k];
-                const std::string err = files.read(x.from->file, x.from->offset + x.at, x.n, x.to, scratch.data());
-                if (!err.empty()) {
-                    std::lock_guard<std::mutex> lock(mutex);
-                    error = err;
-                    next = parts.size();
-                }
+    hobbit_on_threads(std::max<int>(8, h.params.n_io_threads), [&] {
+        hob::aligned_buffer scratch(hob::storage::scratch_bytes(hob::IO_CHUNK));
+        for (size_t k = next++; k < parts.size(); k = next++) {
+            const part & x = parts[k];
+            const std::string err = files.read(x.from->file, x.from->offset + x.at, x.n, x.to, scratch.data());
+            if (!err.empty()) {
+                std::lock_guard<std::mutex> lock(mutex);
+                error = err;
+                next = parts.size();
             }
-        });
-    }
-    for (std::thread & t : threads) {
-        t.join();
-    }
+        }
+    });
     if (!error.empty()) {
         throw std::runtime_error(error);
     }
@@ -184,24 +179,18 @@ void hobbit_measure_speeds(hobbit & h, const hob::model_layout & layout, hob::bu
         std::atomic<uint64_t> cursor{ 0 };
         const uint64_t total = slab.bytes * l.n_expert;
         const size_t n = (size_t) std::min<uint64_t>(4 << 20, total);
-        std::vector<std::thread> threads;
         const int64_t t0 = hob::now_us();
-        for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i) {
-            threads.emplace_back([&] {
-                while (hob::now_us() - t0 < (int64_t) (SECONDS * 1e6)) {
-                    const uint64_t * x = (const uint64_t *) (slab.host + (cursor += n) % (total - n + 1) / 8 * 8);
-                    uint64_t sum = 0;
-                    for (size_t k = 0; k < n / 8; ++k) {
-                        sum += x[k];
-                    }
-                    sink  += sum;
-                    bytes += n;
+        hobbit_on_threads((int) std::max(1u, std::thread::hardware_concurrency()), [&] {
+            while (hob::now_us() - t0 < (int64_t) (SECONDS * 1e6)) {
+                const uint64_t * x = (const uint64_t *) (slab.host + (cursor += n) % (total - n + 1) / 8 * 8);
+                uint64_t sum = 0;
+                for (size_t k = 0; k < n / 8; ++k) {
+                    sum += x[k];
                 }
-            });
-        }
-        for (std::thread & t : threads) {
-            t.join();
-        }
+                sink  += sum;
+                bytes += n;
+            }
+        });
         b.cpu_speed = 0.75 * (double) bytes / ((hob::now_us() - t0) / 1e6);
     }
     LLAMA_LOG_INFO("%s: link %.1f GB/s, CPU %.1f GB/s%s; misses: %s\n", __func__, b.link_speed / 1e9, b.cpu_speed / 1e9, given ? " (given)" : "",

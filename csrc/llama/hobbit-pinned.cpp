@@ -1,14 +1,15 @@
 #include "hobbit-pinned.h"
 
+#include "hobbit-threads.h"
 #include "layout.h"
 
 #include "ggml-backend-impl.h"
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 #include <string>
 #include <thread>
-#include <vector>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -27,21 +28,18 @@ uint8_t * aligned(void * p, size_t to) {
 #ifdef __linux__
 constexpr size_t LARGE_PAGE = 2u << 20;
 constexpr size_t PAGE       = 4096;
+constexpr size_t TOUCHED_AT_ONCE = 16 * LARGE_PAGE;
 
 // The system clears a page when it is first touched, on the thread that does.
 void touch(uint8_t * data, size_t n) {
-    const size_t share = n / std::max(1u, std::thread::hardware_concurrency()) / LARGE_PAGE * LARGE_PAGE + LARGE_PAGE;
-    std::vector<std::thread> threads;
-    for (size_t from = 0; from < n; from += share) {
-        threads.emplace_back([=] {
-            for (size_t i = from; i < std::min(n, from + share); i += PAGE) {
+    std::atomic<size_t> next{ 0 };
+    hobbit_on_threads((int) std::max(1u, std::thread::hardware_concurrency()), [&] {
+        for (size_t from = next.fetch_add(TOUCHED_AT_ONCE); from < n; from = next.fetch_add(TOUCHED_AT_ONCE)) {
+            for (size_t i = from; i < std::min(n, from + TOUCHED_AT_ONCE); i += PAGE) {
                 *(volatile uint8_t *) (data + i) = 0;
             }
-        });
-    }
-    for (std::thread & t : threads) {
-        t.join();
-    }
+        }
+    });
 }
 #endif
 
