@@ -65,12 +65,14 @@ class Setting:
 @dataclass(frozen=True)
 class Measured:
     """One setting as served, token by token. bytes_per_token: loaded, and computed by the CPU where it computes; passes and
-    pass_seconds: forward passes and their time."""
+    pass_seconds: forward passes and their time; miss_speed: bytes/s at which the engine found link and CPU to deal with misses that
+    lie in host memory, None where they come from storage."""
     divergence: Divergence
     bytes_per_token: float
     hit_rate: float
     passes: int
     pass_seconds: float
+    miss_speed: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -81,6 +83,14 @@ class Measured:
         """From dataclasses.asdict()."""
         divergence = {k: Value(**v) if isinstance(v, dict) else v for k, v in plain["divergence"].items()}
         return cls(**{**plain, "divergence": Divergence(**divergence)})
+
+
+def _miss_speed(settings: dict) -> float | None:
+    """From Llama.offload_stats()["settings"]."""
+    if settings["miss_speeds"] is None:
+        return None
+    link, cpu = settings["miss_speeds"]
+    return {"auto": link + cpu, "fetch": link, "cpu": cpu}[settings["miss"]] or None
 
 
 def spread(chunks: list, n: int | None, part: int = 0, parts: int = 1) -> list:
@@ -160,7 +170,8 @@ class Bench:
         run = self._evaluator.measure(self.models.pair(setting.high, setting.low), "served", cache_bytes=cache_bytes, profile=False,
                                       **setting.arguments, **self._arguments)
         computed = run.totals["bytes_cpu"] / run.passes
-        found = Measured(run.divergence, run.totals["bytes_per_token"] + computed, run.totals["hit_rate"], run.passes, run.pass_seconds)
+        found = Measured(run.divergence, run.totals["bytes_per_token"] + computed, run.totals["hit_rate"], run.passes, run.pass_seconds,
+                         _miss_speed(run.settings))
         self._ledger.put(key, dataclasses.asdict(found), setting=str(setting), cache_bytes=cache_bytes)
         return found
 

@@ -223,7 +223,7 @@ def calibrate(model, *, text, budget, max_kl: float, types=None, n_ctx: int = N_
         with part(1) as test:
             unseen, n_tokens = test.measure(setting, cache), test.n_tokens
         if speed is None:
-            speed = storage_speed(models, setting, trace, predictor.n_io_threads)
+            speed = unseen.miss_speed or storage_speed(models, setting, trace, predictor.n_io_threads)
         path = _deliver(models, setting, output, force, arguments.get("n_threads"), progress, say)
         line, ceiling, ceiling_gain = _comparison(predictor, models, uniform, chosen)
         result = Calibration(

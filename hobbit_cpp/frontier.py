@@ -153,7 +153,7 @@ def frontier(model, *, text, cache, types=None, pairs=None, thresholds=THRESHOLD
     pairs       (high, low) of mixed settings, each with all thresholds and policies; default: types two steps apart.
                 () for none
     thresholds  (t1, t2); equal ones skip what is beyond
-    speed       bytes/s of loads, for the prediction; default: the storage's, measured
+    speed       bytes/s of loads, for the prediction; default: the storage's, or of link and CPU where misses lie in host memory, measured
     work        folder for the models that are made and kept for later runs; default: MODEL-tuning in the current folder
     say         called with a line about what is being done
     arguments   for Llama: n_threads, n_gpu_layers, n_io_threads, ...
@@ -190,7 +190,7 @@ def frontier(model, *, text, cache, types=None, pairs=None, thresholds=THRESHOLD
                 say(f"{i} of {len(settings)}: {setting}")
                 found = bench.measure(setting, budget)
                 if speed is None:
-                    speed = storage_speed(models, setting, trace, arguments.get("n_io_threads") or 4)
+                    speed = found.miss_speed or storage_speed(models, setting, trace, arguments.get("n_io_threads") or 4)
                 points.append(_point(models, setting, p, found, speed))
             return Report(os.fspath(model), os.fspath(text), models.own, budget, speed, given, bench.n_tokens, bench.n_scored, _marked(points, models.own),
                           [str(s) for s, p in zip(settings, predicted) if p is None])

@@ -494,7 +494,8 @@ class Llama(llama_cpp.Llama):
         mode      "mixed", "high" (t1 >= 1) or "none" (ordinary GGUF; then only mode and model are there)
         model, sidecar   paths
         settings  t1, t2, skip_mass, policy, policy_weights, low_fraction, n_io_threads, direct_io (in force), force_miss, verify, cache_bytes (as given),
-                  prefetch, prefetch_copy, prefetch_ranks, prefetch_prompts, lean, profile (path, None if none was used), miss, host_copies, host_pinned and unified_memory (in force)
+                  prefetch, prefetch_copy, prefetch_ranks, prefetch_prompts, lean, profile (path, None if none was used), miss, miss_speeds (None where
+                  neither was measured nor given), host_copies, host_pinned and unified_memory (in force)
         budget    budget_bytes, floor_bytes, slot_bytes, staging_bytes, record_bytes, high_bytes, low_bytes (all experts)
         groups    per set of alike layers: slots, resident copies, types, bytes of an expert, backend
         totals    counters (stats.py)
@@ -531,7 +532,8 @@ class Llama(llama_cpp.Llama):
                 "force_miss": bool(p.force_miss), "verify": bool(p.verify), "cache_bytes": self._settings.cache_bytes,
                 "prefetch": "auto" if p.prefetch < 0 else p.prefetch, "prefetch_copy": PREFETCH_COPY[p.prefetch_copy],
                 "prefetch_ranks": p.prefetch_ranks, "prefetch_prompts": bool(p.prefetch_prompts), "lean": _plain(p.lean),
-                "profile": self.profile, "miss": MISS[info.miss], "host_copies": info.host_bytes > 0, "host_pinned": bool(info.host_pinned), "unified_memory": bool(info.unified),
+                "profile": self.profile, "miss": MISS[info.miss],
+                "miss_speeds": [info.link_speed, info.cpu_speed] if info.cpu_speed > 0 else None, "host_copies": info.host_bytes > 0, "host_pinned": bool(info.host_pinned), "unified_memory": bool(info.unified),
             },
             "budget": {k: v for k, v in _dict(info).items() if k.endswith("_bytes")},
             "groups": groups,

@@ -13,8 +13,8 @@ import makers
 import reference
 from gguf_tools.reader import Reader
 from hobbit_cpp import _tuning_plot as plot
-from hobbit_cpp import simulate
-from hobbit_cpp._tuning_measure import Bench, Setting, budget_bytes, spread
+from hobbit_cpp import Llama, simulate
+from hobbit_cpp._tuning_measure import Bench, Setting, _miss_speed, budget_bytes, spread
 from hobbit_cpp._tuning_models import Models
 from hobbit_cpp._tuning_pareto import at_equal_loss, pareto
 from hobbit_cpp._tuning_predict import Predictor, Shares, served, wanted
@@ -309,6 +309,14 @@ def test_speed(tmp_path):
     assert read_speed(path, 2**30, threads=1, seconds=0) > 0
     (tmp_path / "short").write_bytes(b"x")
     assert read_speed(tmp_path / "short", 4096, seconds=0) > 0
+
+
+@pytest.mark.parametrize("miss, speed", [("auto", 3e9), ("cpu", 2e9), ("fetch", None)])
+def test_speed_of_misses_in_host_memory(models, miss, speed):
+    """As the engine reports it; where it has none, the storage's is taken."""
+    given = {} if miss == "fetch" else {"host_copies": True, "miss": miss, "miss_speeds": (1e9, 2e9)}
+    with Llama(models.pair(*models.reference), t1=1.0, cache_bytes="50%", n_ctx=64, verbose=False, **given) as llm:
+        assert _miss_speed(llm.offload_stats()["settings"]) == speed
 
 
 # --- pictures ---------------------------------------------------------------------------------

@@ -147,7 +147,8 @@ def test_settings_in_force(dual):
         s = llm.offload_stats()
         assert s["settings"] == {"t1": 0.5, "t2": 0.75, "skip_mass": 1, "policy": "hobbit", "policy_weights": [1, 2, 0, 0.5], "low_fraction": 0.25, "n_io_threads": 2,
                                  "direct_io": False, "force_miss": True, "verify": False, "cache_bytes": "3MiB", "prefetch": 2, "prefetch_copy": "high",
-                                 "prefetch_ranks": 3, "prefetch_prompts": False, "lean": 0.25, "profile": None, "miss": "fetch", "host_copies": False, "host_pinned": False, "unified_memory": False}
+                                 "prefetch_ranks": 3, "prefetch_prompts": False, "lean": 0.25, "profile": None, "miss": "fetch", "miss_speeds": None,
+                                 "host_copies": False, "host_pinned": False, "unified_memory": False}
         assert s["budget"]["budget_bytes"] == 3 * 2**20
         assert s["mode"] == "mixed" and s["sidecar"] == str(dual.with_name("small.experts.gguf"))
         assert s["groups"][0]["low_slots"] > 1 and s["groups"][0]["backend"] == "CPU"
