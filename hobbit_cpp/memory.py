@@ -1,15 +1,15 @@
 """How much memory there is, and how much of it expert slots may take.
 
 Everything is computed from files below a root folder ("/"), so that a test can show another machine.
-All sizes are in bytes. The rule of the automatic budget:
+All sizes are in bytes. The rule of the automatic budget, where the machine and each control group around this process are a level:
 
-    available = the least of: MemAvailable, and for this process's control group and each of its parents
-                limit - (use - page cache)
-    reserve   = 512 MiB or 10 % of the memory (or of the smallest limit), whichever is more, but at most a quarter
-    budget    = available - reserve - what loading the model will take besides (see model_memory.py)
+    free(level)     of the machine MemAvailable, of a control group limit - (use - page cache)
+    reserve(level)  10 % of the level's memory: of the machine at least 512 MiB, of a control group (what the rest of the system needs is
+                    outside of it) at least 128 MiB; at most a quarter
+    budget          the least free - reserve of all levels, less what loading the model will take besides (see model_memory.py)
 
 Swap counts for nothing: experts in swap are slower than experts in their file. On a box whose GPU shares
-the RAM (integrated), this is the rule as well: `available` is what both have together.
+the RAM (integrated), this is the rule as well: MemAvailable is what both have together.
 """
 
 from __future__ import annotations
@@ -149,9 +149,15 @@ def _group(root: str, folder: str, v2: bool):
 
 # --- the rule ---
 
+def _free(r: Readings) -> list[tuple[int, int]]:
+    """Of the machine and of each limited group: what is free, page cache included, and what is left to others, to the page cache and to what nobody foresaw."""
+    groups = [(g.limit - (g.used - g.cache), min(max(128 * MIB, g.limit // 10), g.limit // 4)) for g in r.groups if g.limit is not None]
+    return [(r.available, min(max(512 * MIB, r.total // 10), r.total // 4)), *groups]
+
+
 def available(r: Readings) -> int:
     """Bytes that could be taken now without anything being killed or swapped; page cache counts as free."""
-    return max(0, min([r.available, *(g.limit - (g.used - g.cache) for g in r.groups if g.limit is not None)]))
+    return max(0, min(free for free, _ in _free(r)))
 
 
 def limit(r: Readings) -> int:
@@ -160,9 +166,12 @@ def limit(r: Readings) -> int:
 
 
 def reserve(r: Readings) -> int:
-    """What is left to others, to the page cache and to what nobody foresaw."""
-    whole = limit(r)
-    return min(max(512 * MIB, whole // 10), whole // 4)
+    """Of what is available, the part that the automatic budget leaves alone."""
+    return available(r) - _room(r)
+
+
+def _room(r: Readings) -> int:
+    return max(0, min(free - kept for free, kept in _free(r)))
 
 
 def auto_budget(r: Readings, need: int, everything: int) -> int:
@@ -171,7 +180,7 @@ def auto_budget(r: Readings, need: int, everything: int) -> int:
     need        what loading the model will take besides: residents, KV cache, buffers
     everything  enough for all experts at high precision; more is never given
     """
-    return max(0, min(available(r) - reserve(r) - need, everything))
+    return max(0, min(_room(r) - need, everything))
 
 
 # --- address space ---

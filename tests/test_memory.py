@@ -150,7 +150,23 @@ def test_auto_budget():
     assert auto_budget(r, 2 * GIB, GIB) == GIB            # not more than everything
     assert auto_budget(r, 20 * GIB, 100 * GIB) == 0       # no room
     small = Readings(16 * GIB, 10 * GIB, 0, (Group("g", GIB, 100 * MIB, 0),))
-    assert auto_budget(small, 100 * MIB, GIB) == GIB - 100 * MIB - GIB // 4 - 100 * MIB
+    assert auto_budget(small, 100 * MIB, GIB) == GIB - 100 * MIB - 128 * MIB - 100 * MIB
+
+
+@pytest.mark.parametrize("machine, group, want", [
+    (16 * GIB, 400 * MIB, 100 * MIB), (16 * GIB, GIB, 128 * MIB), (16 * GIB, 2 * GIB, 2 * GIB // 10), (64 * GIB, 20 * GIB, 2 * GIB)])
+def test_reserve_in_a_control_group(machine, group, want):
+    """A group's own, as long as the machine has more room than that."""
+    assert reserve(Readings(machine, machine, 0, (Group("g", group, 0, 0), Group("parent", None, 0, 0)))) == want
+
+
+def test_the_level_that_has_least_room_decides():
+    tight = Readings(16 * GIB, 3 * GIB, 0, (Group("g", 2 * GIB, 0, 0), Group("parent", 4 * GIB, 3 * GIB, GIB)))
+    assert available(tight) == 2 * GIB and auto_budget(tight, 0, 100 * GIB) == 3 * GIB - 16 * GIB // 10  # the machine
+    full = Readings(16 * GIB, 15 * GIB, 0, (Group("g", 2 * GIB, 0, 0), Group("parent", 4 * GIB, 3 * GIB, 512 * MIB)))
+    assert auto_budget(full, 0, 100 * GIB) == 3 * GIB // 2 - 4 * GIB // 10  # the parent
+    none = Readings(16 * GIB, 0, 0, ())
+    assert available(none) == reserve(none) == auto_budget(none, 0, GIB) == 0
 
 
 def test_this_machine():
