@@ -7,6 +7,7 @@ add_executable(hobbit-core-tests ${HOBBIT_CORE_SOURCES} ${hobbit_tests})
 target_compile_features(hobbit-core-tests PRIVATE cxx_std_17)
 target_include_directories(hobbit-core-tests PRIVATE "${HOBBIT_CSRC}/include" "${HOBBIT_CSRC}/core" "${HOBBIT_CSRC}/tests")
 target_compile_definitions(hobbit-core-tests PRIVATE
+    _GLIBCXX_ASSERTIONS # indexes are checked
     HOBBIT_VERSION="${HOBBIT_VERSION}" HOBBIT_LLAMA_COMMIT="${HOBBIT_LLAMA_COMMIT}")
 target_link_libraries(hobbit-core-tests PRIVATE Threads::Threads)
 if(NOT MSVC)

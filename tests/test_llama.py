@@ -227,7 +227,7 @@ def test_auto_takes_everything_where_there_is_room(dual):
 
 
 def test_auto_in_a_small_machine(dual, monkeypatch):
-    small = memory.Readings(2**30, 2**30, 0, (memory.Group("g", 2**30, 2**30 - 300 * memory.MIB, 0),))
+    small = memory.Readings(2**30, 2**30, 0, (memory.Group("g", 2**30, 2**30 - 150 * memory.MIB, 0),))
     monkeypatch.setattr(memory, "read_memory", lambda: small)
     with pytest.warns(RuntimeWarning, match="cache_bytes='auto'.* one step can need"):
         llm = load(dual)
@@ -394,6 +394,19 @@ def test_trace(dual, tmp_path):
         llm.start_trace(tmp_path / "c.npy")
         text(llm, 2)
     assert len(np.load(tmp_path / "c.npy")) > 0  # closing finishes it
+
+
+@pytest.mark.parametrize("cache", ["30%", "8GiB"])  # with experts that come and go, and all in slots
+def test_the_last_layer_is_computed_for_the_tokens_that_give_logits(dual, tmp_path, cache):
+    """They keep their positions in the trace, and are all that counts there."""
+    with load(dual, cache_bytes=cache, t1=1.0) as llm:
+        with llm.trace(tmp_path / "t.npy"):
+            llm.eval(llm.tokenize(b"Once upon a time there was a king.")[:9])
+            llm.eval([5])
+        layers = llm.offload_stats()["layers"]
+    rows = np.load(tmp_path / "t.npy")
+    assert [list(rows["pos"][rows["layer"] == i]) for i in (4, 5)] == [list(range(10)), [8, 9]]
+    assert [x["tokens"] for x in layers] == [10] * 5 + [2]
 
 
 # --- hooks ---------------------------------------------------------------------------------------------

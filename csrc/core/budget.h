@@ -22,6 +22,8 @@ struct budget {
     uint64_t host       = 0;   // bytes of copies in host memory
     bool     host_pinned = false;
     bool     unified     = false; // slots are host memory that a device computes with
+    uint64_t slots_on_host  = 0;     // bytes of them that are host memory
+    bool     slots_hold_all = false; // every expert gets a slot on a device and stays: there is nothing to fetch
     double   link_speed = 0.0; // bytes/s
     double   cpu_speed  = 0.0;
 };

@@ -56,7 +56,7 @@ int engine::waves(int layer, int n_tokens, int n_used) const {
     const int needed   = distinct <= slots ? 1 : (distinct + half - 1) / half;
     const int wished   = n_tokens >= BULK_TOKENS ? (!g.has_link() ? BULK_WAVES : n_tokens * n_used < LONG_ROWS ? LINK_WAVES : LINK_WAVES_LONG) : distinct * g.expert_bytes(COPY_HIGH) >= PIPELINE_BYTES ? PIPELINE_WAVES : 1;
     // what the CPU computes starts when wave 0 has been handed out: that one must not wait for loads
-    return std::max(has_cpu_part(n_tokens) ? std::max(needed, 2) : needed, std::min(wished, distinct));
+    return std::max(has_cpu_part(layer, n_tokens) ? std::max(needed, 2) : needed, std::min(wished, distinct));
 }
 
 bool engine::at_once(int layer, int n_tokens, int n_used) const {
@@ -120,7 +120,7 @@ void engine::begin_graph() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     error_.clear();
     loader_.clear_error();
-    aborted_ = false;
+    aborted_ = broken_ = false;
     pass_++;
     graph_t0_ = now_us();
 }
@@ -153,6 +153,12 @@ void engine::fail(const std::string & why) {
     if (error_.empty()) {
         error_ = why;
     }
+}
+
+void engine::give_up_graph(const std::string & why) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    broken_ = true;
+    fail(why);
 }
 
 bool engine::aborted(bool ask_now) {
@@ -198,6 +204,9 @@ void engine::route(const route_request & req, int wave, const route_result & out
     aborted(hooks.select || hooks.prefetch || hooks.event);
     {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
+        if (broken_) {
+            throw std::runtime_error(error_);
+        }
         if (wave == 0) {
             finish_step();
             if (req.first) {
@@ -325,7 +334,7 @@ slot & engine::occupy(pool & p, int s, int layer, int expert, int copy) {
     slot & x = p.at(s);
     const bool streamed = bulk_ && (!x.free() || !has_share(p, layer));
     if (!x.free()) {
-        stats_[layer].evictions++;
+        stats_[x.layer].evictions++;
         event(HOBBIT_EVENT_EVICT, x.layer, x.expert, copy, s);
     }
     p.assign(s, layer, expert);
@@ -378,7 +387,7 @@ void engine::from_host(load_request & r) {
     if (r.layer->src[r.copy][0].host) {
         return;
     }
-    if (host_ && host_->serve(r, clock_)) {
+    if (host_ && host_->serve(r)) {
         st.host_hits++;
     } else {
         st.bytes_storage += r.group->expert_bytes(r.copy);
@@ -447,8 +456,10 @@ void engine::finish_wave(int wave) {
         p.pins = 0;
         pl.forget_order();
         if (x.load.failed || p.units > 0) { // the latter: only a part of the expert is there
-            loader_.wait_done(x.load);
-            pl.release(p.slot);
+            x.load.failed = true;
+            if (x.load.done()) {
+                pl.release(p.slot);
+            } // else a read hangs: the slot may go when it ends
         }
     }
 }
@@ -515,11 +526,7 @@ bool engine::load_ahead(int layer, int expert, int copy, bool same_layer, std::v
     // leave the slots that one token can need
     pool & pl = pool_of(layer, copy);
     group_layout & g = layout_.groups[layout_.layers[layer].group];
-    int in_flight = 0;
-    for (int s = 0; s < pl.n_slots(); ++s) {
-        in_flight += pl.at(s).pins > 0 || !pl.at(s).load.done();
-    }
-    if (in_flight + g.n_used >= pl.n_slots()) {
+    if (pl.n_idle(g.n_used + 1, false) <= g.n_used) {
         return false;
     }
     const int s = find_victim(pl, layer, copy, false);

@@ -40,6 +40,7 @@ struct route_request {
     const int32_t * seq;     // [n_tokens]
     const int32_t * pos;     // [n_tokens]
     bool            first;   // first layer of this ubatch
+    const int32_t * tokens = nullptr; // [n_tokens]: which of the first layer's tokens, where these are fewer; null: the same
     bool            normalised = false; // weights: those of a trace
     void *          compute = nullptr; // the device's compute queue, for the link; null where slots are host memory
     next_routers *  next = nullptr;    // where the next layers' experts are predicted (predicts())
@@ -68,8 +69,12 @@ class engine {
     // Waves that a batch of this size is computed in; the same for every call with these arguments.
     int waves(int layer, int n_tokens, int n_used) const;
 
-    // Does a batch of this size have a part that the CPU computes?
-    bool has_cpu_part(int n_tokens) const { return budget_.miss != HOBBIT_MISS_FETCH && n_tokens <= params_.cpu_batch; }
+    // Does a batch of this size have a part that the CPU computes? Misses are divided where a link brings the others, or as
+    // somebody wants it.
+    bool has_cpu_part(int layer, int n_tokens) const {
+        const bool divides = params_.link_speed > 0.0 || layout_.groups[layout_.layers[layer].group].has_link();
+        return (budget_.miss == HOBBIT_MISS_CPU || (budget_.miss == HOBBIT_MISS_AUTO && divides)) && n_tokens <= params_.cpu_batch;
+    }
 
     // Are all waves of a batch of this size handed out together?
     bool at_once(int layer, int n_tokens, int n_used) const;
@@ -104,6 +109,7 @@ class engine {
     void rank_ahead(); // while the CPU computes
     void cpu_done();
     void fail(const std::string & why); // the running graph
+    void give_up_graph(const std::string & why); // route() threw: what it planned is not to be relied on, no layer is planned any more
     void wait_late(int wave, const int32_t * high_in, const int32_t * low_in, int32_t * high, int32_t * low, int n);
 
     // Whether to end the running graph is asked on the computing thread, every ASK_US at most and before hooks. Set while no
@@ -126,7 +132,7 @@ class engine {
     void          reset_stats();
     std::string   trace_start(const std::string & path);
     std::string   trace_stop();
-    const char *  decode_error() const { return error_.c_str(); }
+    const char *  decode_error() const { return error_.c_str(); } // for tests, while no graph runs
 
     const model_layout & layout() const { return layout_; }
     bool consistent(); // pools' invariants; for tests
@@ -181,7 +187,7 @@ class engine {
     bool load_ahead(int layer, int expert, int copy, bool same_layer, std::vector<load_request> & loads);
     void predict(next_routers & routers);
     void follow_up(int next, int ahead);
-    int  room(const pool & pl, int layer) const;
+    int  room(const pool & pl, int layer, int most) const;
     void hold(int layer, const guess & x, int * left); // left [N_COPIES]: slots that can be set aside
     void load_guess(int layer, guess & x, int * left, std::vector<load_request> & by_link);
     slot * slot_of(int layer, const guess & x);
@@ -216,6 +222,7 @@ class engine {
     void *             abort_user_ = nullptr;
     int64_t            asked_us_ = 0;
     bool               aborted_  = false; // the running graph; changed by its thread
+    bool               broken_   = false; // give_up_graph()
     loader::give_up_fn give_up_ = [this] { return aborted(); };
 
     std::vector<hobbit_stats> stats_; // [layer]

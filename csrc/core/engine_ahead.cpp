@@ -92,7 +92,10 @@ void engine::follow_up(int next, int ahead) {
         return std::make_pair(-copy_for(a), -a.weight) < std::make_pair(-copy_for(b), -b.weight);
     });
     const bool load = params_.prefetch != HOBBIT_PREFETCH_AUTO || ahead <= usefulness_.depth();
-    int left[N_COPIES] = { room(pool_of(next, COPY_HIGH), next), room(pool_of(next, COPY_LOW), next) };
+    int left[N_COPIES];
+    for (int c = 0; c < N_COPIES; ++c) {
+        left[c] = room(pool_of(next, c), next, (int) wishes.size());
+    }
     std::vector<load_request> by_link;
     for (const wish & w : wishes) {
         guess x = { ahead, w.expert, copy_for(w) };
@@ -115,16 +118,11 @@ void engine::follow_up(int next, int ahead) {
     submit_ahead(by_link);
 }
 
-// Slots that can be set aside. So many stay as a layer can need whatever was predicted.
-int engine::room(const pool & pl, int layer) const {
+// Slots that can be set aside, most or fewer. So many stay as a layer can need whatever was predicted.
+int engine::room(const pool & pl, int layer, int most) const {
     const layer_layout & l = layout_.layers[layer];
-    const int need = (int) std::min<int64_t>(l.n_expert, (int64_t) n_tokens_ * l.n_used);
-    int taken = 0;
-    for (int s = 0; s < pl.n_slots(); ++s) {
-        const slot & x = pl.at(s);
-        taken += x.pins > 0 || x.held || !x.load.done();
-    }
-    return pl.n_slots() - taken - need + (pl.copy() == COPY_LOW); // rank 0 is always high
+    const int need = (int) std::min<int64_t>(l.n_expert, (int64_t) n_tokens_ * l.n_used) - (pl.copy() == COPY_LOW); // rank 0 is always high
+    return pl.n_idle(need + most, true) - need;
 }
 
 void engine::hold(int layer, const guess & x, int * left) {
@@ -258,16 +256,17 @@ int engine::take_held(pool & p) {
         return -1;
     }
     slot & x = p.at(found);
-    for (guess & g : guesses_[x.layer]) {
+    const int layer = x.layer; // whose slot it is may end
+    for (guess & g : guesses_[layer]) {
         if (g.slot == found && g.copy == p.copy()) {
-            give_up(x.layer, g);
+            give_up(layer, g);
         }
     }
-    if (!x.free()) {
-        x.held = false;
-        loader_.wait_done(x.load);
+    if (x.free()) {
+        return found;
     }
-    return found;
+    x.held = false;
+    return loader_.wait_done(x.load, give_up_) ? found : -1;
 }
 
 // Only a high copy serves every request.

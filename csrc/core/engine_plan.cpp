@@ -32,7 +32,7 @@ void engine::plan(const route_request & req) {
     for (pool & p : pools_) {
         p.begin(layer_);
     }
-    if (has_cpu_part(n_tokens_)) {
+    if (has_cpu_part(layer_, n_tokens_)) {
         share_with_cpu();
     }
     divide_into_waves();
@@ -73,7 +73,8 @@ void engine::select(const route_request & req) {
     plan_of_.assign(l.n_expert, -1);
     plans_.clear();
     for (size_t i = 0; i < n; ++i) {
-        records_.use(layer_, (int) (i / n_used_), experts_[i], wanted_[i]);
+        const int token = (int) (i / n_used_);
+        records_.use(layer_, req.tokens ? req.tokens[token] : token, experts_[i], wanted_[i]);
         int & p = plan_of_[experts_[i]];
         if (p < 0) {
             p = (int) plans_.size();
@@ -134,8 +135,9 @@ void engine::look_up() {
                 pool & pl = pool_of(layer_, c);
                 const int s = pl.find(layer_, p.expert);
                 if (s >= 0) {
-                    loader_.wait_done(pl.at(s).load);
-                    pl.release(s);
+                    if (loader_.wait_done(pl.at(s).load, give_up_)) {
+                        pl.release(s);
+                    }
                 }
             }
         }
@@ -152,8 +154,9 @@ void engine::look_up() {
             }
             slot & x = pl.at(s);
             if (x.load.failed) {
-                loader_.wait_done(x.load);
-                release_failed(pl, s);
+                if (loader_.wait_done(x.load, give_up_)) {
+                    release_failed(pl, s);
+                }
                 continue;
             }
             if (!x.load.done()) {
@@ -228,7 +231,7 @@ uint64_t engine::part_bytes(const expert_plan & p) const {
 // they load. Misses are spread evenly, high copies first, so that the smallest loads come last and least
 // is left to compute when the last byte is there. What was loaded ahead goes before them where slots allow: it may
 // be on its way, and wave after wave its slots become free for other loads. Low ones beyond what the low pool can
-// hold in turn are fetched high instead.
+// hold in turn are fetched high instead; divided ones, the CPU computes whole.
 void engine::divide_into_waves() {
     int hits[N_COPIES]   = { 0, 0 };
     int misses[N_COPIES] = { 0, 0 };
@@ -260,7 +263,16 @@ void engine::divide_into_waves() {
             surplus--;
         }
     }
-    const int first  = n_waves_ > 1 && (hits[COPY_HIGH] + hits[COPY_LOW] > 0 || has_cpu_part(n_tokens_)) ? 1 : 0;
+    for (auto p = plans_.rbegin(); p != plans_.rend() && surplus > 0; ++p) {
+        if (p->load && p->cpu && p->copy == COPY_LOW) {
+            stats_[layer_].bytes_cpu += part_bytes(*p);
+            p->load  = false;
+            p->units = 0;
+            misses[COPY_LOW]--;
+            surplus--;
+        }
+    }
+    const int first  = n_waves_ > 1 && (hits[COPY_HIGH] + hits[COPY_LOW] > 0 || has_cpu_part(layer_, n_tokens_)) ? 1 : 0;
     const int target = (misses[COPY_HIGH] + misses[COPY_LOW] + (spread ? ahead : 0) + n_waves_ - first - 1) / (n_waves_ - first);
     std::vector<int> count(n_waves_, 0);
     for (expert_plan & p : plans_) {

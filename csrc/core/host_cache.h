@@ -10,6 +10,7 @@
 #include "loader.h"
 
 #include <deque>
+#include <list>
 #include <vector>
 
 namespace hob {
@@ -34,7 +35,7 @@ class host_cache {
 
     // Before a load is submitted, which must follow: where its bytes come from (r.host), or where they are read to on their way
     // (r.stage). Neither if all entries are in use: then it is read without being kept. True: no file is needed.
-    bool serve(load_request & r, uint64_t now);
+    bool serve(load_request & r);
 
     bool consistent() const; // for tests
 
@@ -42,7 +43,7 @@ class host_cache {
     struct entry {
         int        layer  = -1;
         int        expert = -1;
-        uint64_t   last   = 0;
+        std::list<int>::iterator age; // its place in part::ages
         load_state busy; // pieces that are read into it or copied from it by the threads
     };
     struct part {
@@ -50,9 +51,10 @@ class host_cache {
         int   n_expert = 0;
         std::deque<entry> entries; // loads point into them
         std::vector<int>  where;   // [n_layers of the group][n_expert], -1
+        std::list<int>    ages;    // all entries, used longest ago first
     };
 
-    static void take(load_request & r, entry & e, uint64_t now);
+    static void take(load_request & r, part & p, entry & e);
 
     std::deque<part>  parts_;     // [group*N_COPIES + copy]
     std::vector<int>  in_group_;  // [layer]

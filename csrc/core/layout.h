@@ -14,6 +14,11 @@
 
 namespace hob {
 
+static_assert(sizeof(void *) == 8, "files of experts are larger than 32 bits can address");
+#ifdef __BYTE_ORDER__
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "GGUF files and traces are written and read as they are in memory");
+#endif
+
 // Copies of an expert; also the index of the pool that holds them.
 enum copy_kind { COPY_HIGH = 0, COPY_LOW = 1, N_COPIES = 2 };
 

@@ -87,8 +87,27 @@ void loader::add_part(const load_request & r, int proj, bool by_link, std::vecto
 
 void loader::submit(load_priority priority, const std::vector<load_request> & loads) {
     if (threads_.empty()) {
+        for (const load_request & r : loads) {
+            r.state->failed = false;
+        }
         return;
     }
+    try {
+        queue(priority, loads);
+    } catch (...) {
+        for (const load_request & r : loads) {
+            for (load_state * s : { r.state, r.host_busy }) {
+                if (s) {
+                    s->failed = true;
+                    s->pending[PART_EARLY] = s->pending[PART_LATE] = 0;
+                }
+            }
+        }
+        throw;
+    }
+}
+
+void loader::queue(load_priority priority, const std::vector<load_request> & loads) {
     std::vector<load_piece> pieces[N_PARTS];
     std::vector<load_piece> linked[N_PARTS];
     device_link * link = nullptr;
@@ -139,8 +158,15 @@ void loader::submit(load_priority priority, const std::vector<load_request> & lo
     }
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        for (auto & part : pieces) {
-            queue_[priority].insert(queue_[priority].end(), part.begin(), part.end());
+        auto & to = queue_[priority];
+        const size_t before = to.size();
+        try {
+            for (auto & part : pieces) {
+                to.insert(to.end(), part.begin(), part.end());
+            }
+        } catch (...) { // all of it or nothing
+            to.erase(to.begin() + before, to.end());
+            throw;
         }
     }
     work_.notify_all();
@@ -170,7 +196,9 @@ loader::dropped loader::drop(load_state & state) {
         sum.file  += p.host ? 0 : p.n * p.rows;
         state.failed.store(true, std::memory_order_release);
         if (p.busy) {
-            p.busy->failed.store(true, std::memory_order_release);
+            if (p.stage) { // else it is read from there, and stays as it is
+                p.busy->failed.store(true, std::memory_order_release);
+            }
             p.busy->pending[p.part].fetch_sub(1, std::memory_order_acq_rel);
         }
         state.pending[p.part].fetch_sub(1, std::memory_order_acq_rel);
@@ -278,9 +306,6 @@ void loader::run(uint8_t * scratch) {
         guesses_in_flight_ -= q == PRIORITY_GUESS;
         if (!err.empty()) {
             piece.state->failed.store(true, std::memory_order_release);
-            if (piece.busy) {
-                piece.busy->failed.store(true, std::memory_order_release);
-            }
             if (error_.empty()) {
                 error_ = err;
             }
@@ -290,7 +315,7 @@ void loader::run(uint8_t * scratch) {
         }
         if (piece.busy) {
             // a failed load skips the rest of its pieces: what they would have read is not there
-            if (piece.state->failed.load(std::memory_order_relaxed)) {
+            if (piece.stage && piece.state->failed.load(std::memory_order_relaxed)) {
                 piece.busy->failed.store(true, std::memory_order_release);
             }
             piece.busy->pending[piece.part].fetch_sub(1, std::memory_order_acq_rel);

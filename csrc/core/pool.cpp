@@ -21,6 +21,14 @@ pool::pool(const model_layout & layout, int group, int copy) : group_(group), co
     }
 }
 
+int pool::n_idle(int most, bool not_held) const {
+    int n = 0;
+    for (auto x = slots_.begin(); x != slots_.end() && n < most; ++x) {
+        n += x->pins == 0 && x->load.done() && !(not_held && x->held);
+    }
+    return n;
+}
+
 int pool::victim(const policy & pol, const policy_context & ctx, bool only_streamed) {
     return free_.empty() ? weakest(pol, ctx, only_streamed) : free_.back();
 }
@@ -127,6 +135,7 @@ void pool::assign(int s, int layer, int expert) {
     kept_[in_group_[layer]]++;
     x.layer  = layer;
     x.expert = expert;
+    x.load.failed = true; // until its load has been submitted
     x.prefetched = x.guessed = x.held = false;
     where_[index(layer, expert)] = s;
 }

@@ -36,6 +36,7 @@ class pool {
     int n_resident() const { return n_resident_; }
     int n_streamed() const { return n_streamed_; }
     int  n_free() const { return (int) free_.size(); }
+    int  n_idle(int most, bool not_held) const; // slots that are neither pinned nor loading, nor held; counted up to most
 
     slot &       at(int s)       { return slots_[s]; }
     const slot & at(int s) const { return slots_[s]; }

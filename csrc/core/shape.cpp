@@ -25,8 +25,10 @@ std::vector<hobbit_layer> shape_of(const model_layout & layout) {
     return out;
 }
 
+static constexpr int MAX_LAYERS = 2048;
+
 static void check_layer(const hobbit_layer & x, int index, int n_groups) {
-    constexpr uint64_t MOST = uint64_t(1) << 40; // of a projection: sums stay far from 2^64
+    constexpr uint64_t MOST = uint64_t(1) << 35; // of a projection
     const auto usable = [](const uint64_t * bytes) {
         bool zero = false;
         for (int p = 0; p < MAX_PROJ; ++p) {
@@ -49,6 +51,9 @@ static void check_layer(const hobbit_layer & x, int index, int n_groups) {
 model_layout layout_of(const hobbit_layer * layers, int n_layers) {
     if (n_layers < 1) {
         throw std::runtime_error("a model needs at least one layer with routed experts");
+    }
+    if (n_layers > MAX_LAYERS) { // sums stay below 2^64, numbers of experts below 2^31
+        throw std::runtime_error("a model has " + std::to_string(MAX_LAYERS) + " layers at most");
     }
     model_layout out;
     for (int i = 0; i < n_layers; ++i) {

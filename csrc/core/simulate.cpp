@@ -117,12 +117,17 @@ std::string replay::run(const char * rows, int64_t n_rows, int n_used) {
         req.pos        = &row_.pos;
         req.first      = first;
         req.normalised = true;
-        for (int w = 0; w < req.n_waves; ++w) {
-            engine_.route(req, w, { high_.data(), low_.data(), nullptr });
-        }
         before.seq   = row_.seq;
         before.pos   = row_.pos;
         before.layer = row_.layer;
+        try {
+            for (int w = 0; w < req.n_waves; ++w) {
+                engine_.route(req, w, { high_.data(), low_.data(), nullptr });
+            }
+        } catch (const std::exception & e) {
+            engine_.give_up_graph(e.what());
+            break;
+        }
     }
     if (before.layer >= 0) {
         const std::string failed = engine_.end_graph();

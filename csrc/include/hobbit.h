@@ -204,8 +204,8 @@ struct hobbit_stats {
     uint64_t upgrades;     // of the hits: served by a better copy than wanted
     uint64_t loads_high;   // experts loaded on demand
     uint64_t loads_low;
-    uint64_t evictions;
-    uint64_t prefetches;   // experts loaded ahead: by hobbit_prefetch(), and of a prompt's next layers
+    uint64_t evictions;    // of the layer's experts, from their slots
+    uint64_t prefetches;   // experts loaded ahead: by hobbit_prefetch(), of a prompt's next layers, because of a prediction, and what the CPU computed (admission)
     uint64_t prefetch_hits;// of those, requested while still resident (counted once each)
     uint64_t bytes_read;   // into slots, all reasons
     uint64_t bytes_prefetch;
@@ -317,7 +317,7 @@ HOBBIT_API void hobbit_reset_stats(struct hobbit * h);
 HOBBIT_API int  hobbit_trace_start(struct hobbit * h, const char * path);
 HOBBIT_API int  hobbit_trace_stop(struct hobbit * h);
 
-// Error of the last failed forward pass of this model, "" if the last one succeeded.
+// Error of the last failed forward pass of this model, "" if the last one succeeded; valid until the thread's next call of this.
 HOBBIT_API const char * hobbit_decode_error(struct hobbit * h);
 
 // --- simulation ------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ std::string check(const hobbit_params & p) {
     if (p.cpu_batch < 1 || p.cpu_batch > 512) {
         return "cpu_batch is " + std::to_string(p.cpu_batch) + ": it must be 1 to 512";
     }
-    if (!(p.link_speed >= 0.0) || !(p.cpu_speed >= 0.0) || (p.link_speed > 0.0) != (p.cpu_speed > 0.0)) {
+    if (!(p.link_speed >= 0.0) || !(p.cpu_speed >= 0.0) || std::isinf(p.link_speed) || std::isinf(p.cpu_speed) || (p.link_speed > 0.0) != (p.cpu_speed > 0.0)) {
         return "link_speed is " + number(p.link_speed) + " and cpu_speed " + number(p.cpu_speed) + ": give both in bytes/s, or 0 for both";
     }
     if (p.budget_kind < HOBBIT_BUDGET_BYTES || p.budget_kind > HOBBIT_BUDGET_DEVICE) {
@@ -269,7 +269,12 @@ int hobbit_prefetch(struct hobbit * h, int32_t layer, int32_t expert, int32_t pr
     if (precision != HOBBIT_LOW && precision != HOBBIT_HIGH) {
         return fail("precision is " + std::to_string(precision) + ": it must be 1 (low) or 2 (high)");
     }
-    const int r = h->engine->prefetch(layer, expert, precision == HOBBIT_HIGH ? hob::COPY_HIGH : hob::COPY_LOW);
+    int r = 0;
+    try {
+        r = h->engine->prefetch(layer, expert, precision == HOBBIT_HIGH ? hob::COPY_HIGH : hob::COPY_LOW);
+    } catch (const std::exception & e) {
+        return fail(e.what());
+    }
     return r < 0 ? fail("layer " + std::to_string(layer) + ", expert " + std::to_string(expert) + ": no such expert") : r;
 }
 
@@ -300,8 +305,12 @@ int hobbit_get_layer_block(struct hobbit * h, int32_t layer) {
 void hobbit_reset_stats(struct hobbit * h) { h->engine->reset_stats(); }
 
 int hobbit_trace_start(struct hobbit * h, const char * path) {
-    const std::string err = h->engine->trace_start(path);
-    return err.empty() ? 0 : fail(err);
+    try {
+        const std::string err = h->engine->trace_start(path);
+        return err.empty() ? 0 : fail(err);
+    } catch (const std::exception & e) {
+        return fail(e.what());
+    }
 }
 
 int hobbit_trace_stop(struct hobbit * h) {
@@ -309,6 +318,10 @@ int hobbit_trace_stop(struct hobbit * h) {
     return err.empty() ? 0 : fail(err);
 }
 
-const char * hobbit_decode_error(struct hobbit * h) { return h->last_decode_error.c_str(); }
+const char * hobbit_decode_error(struct hobbit * h) {
+    static thread_local std::string why;
+    why = h->decode_error();
+    return why.c_str();
+}
 
 } // extern "C"

@@ -123,15 +123,8 @@ void prefetch(const char * from, const char * to) {
     }
 }
 
-// Found by name: the CPU back end may be a module of its own, the one of several that suits this processor.
-const ggml_type_traits_cpu * traits_of(ggml_type type) {
-    using getter = const ggml_type_traits_cpu * (*)(ggml_type);
-    static const getter get = (getter) ggml_backend_reg_get_proc_address(ggml_backend_reg_by_name("CPU"), "ggml_get_type_traits_cpu");
-    return get(type);
-}
-
 void multiply(const operands & o, const job & j, int64_t from, int64_t to, scratch & s) {
-    const ggml_type_traits_cpu * traits = traits_of(j.bank->type);
+    const ggml_type_traits_cpu * traits = hobbit_cpu_traits(j.bank->type);
     const ggml_type x_type = traits->vec_dot_type;
     const int64_t n_in  = j.bank->ne[0];
     const int64_t begin = o.op.down ? j.begin : 0;
@@ -146,7 +139,7 @@ void multiply(const operands & o, const job & j, int64_t from, int64_t to, scrat
         uint8_t * to_row = s.rows.data() + ((size_t) j.copy * o.n_x_rows() + r) * room;
         char & ready = s.ready[(size_t) j.copy * o.n_x_rows() + r];
         if (!ready) {
-            traits_of(x_type)->from_float(o.x_at(r, n_in) + begin, to_row + ggml_row_size(x_type, begin), n_in - begin);
+            hobbit_cpu_traits(x_type)->from_float(o.x_at(r, n_in) + begin, to_row + ggml_row_size(x_type, begin), n_in - begin);
             ready = true;
         }
         return to_row + ggml_row_size(x_type, begin);
@@ -198,6 +191,12 @@ void compute(ggml_tensor * dst, int ith, int nth, void * userdata) {
 }
 
 } // namespace
+
+const ggml_type_traits_cpu * hobbit_cpu_traits(ggml_type type) {
+    using getter = const ggml_type_traits_cpu * (*)(ggml_type);
+    static const getter get = (getter) ggml_backend_reg_get_proc_address(ggml_backend_reg_by_name("CPU"), "ggml_get_type_traits_cpu");
+    return get(type);
+}
 
 ggml_tensor * hobbit_cpu_product(ggml_context * ctx, hobbit_cpu_op & op, ggml_tensor * x, ggml_tensor * route, ggml_tensor * onto) {
     ggml_tensor * args[2] = { x, route };

@@ -8,10 +8,16 @@
 
 #include "engine.h"
 
+#include "ggml.h"
+
 #include <atomic>
 
 struct ggml_context;
 struct ggml_tensor;
+struct ggml_type_traits_cpu;
+
+// Found by name: the CPU back end may be a module of its own, the one of several that suits this processor.
+const ggml_type_traits_cpu * hobbit_cpu_traits(ggml_type type);
 
 struct hobbit_cpu_op {
     hob::engine * engine; // told when the first operation of a layer begins and when down is done; null: nobody is

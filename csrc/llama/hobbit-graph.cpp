@@ -10,6 +10,8 @@
 #include <cstring>
 #include <deque>
 #include <exception>
+#include <stdexcept>
+#include <string>
 
 // One call of build_moe_ffn and one wave, for the custom operations. Lives as long as the graph.
 struct hobbit_graph_node {
@@ -41,9 +43,15 @@ class hobbit_graph_input : public llm_graph_input_i {
             seq[i] = ubatch->n_seq_id && ubatch->n_seq_id[i] > 0 ? ubatch->seq_id[i][0] : 0;
             pos[i] = ubatch->pos ? ubatch->pos[i] : 0;
         }
+        outputs.clear();
+        for (uint32_t i = 0; i < ubatch->n_tokens; ++i) {
+            if (ubatch->output && ubatch->output[i]) {
+                outputs.push_back((int32_t) i);
+            }
+        }
         fresh = true;
-        for (const auto & [engine, layer, n_used] : resident) {
-            engine->count_resident(layer, (int) ubatch->n_tokens, n_used);
+        for (const auto & r : resident) {
+            r.engine->count_resident(r.layer, r.n_tokens, r.n_used);
         }
     }
 
@@ -62,13 +70,14 @@ class hobbit_graph_input : public llm_graph_input_i {
         return params.ubatch.n_tokens == n_tokens;
     }
 
-    struct place { hob::engine * engine; int layer; int n_used; };
+    struct place { hob::engine * engine; int layer; int n_used; int n_tokens; };
 
     const void * context;
     uint32_t n_tokens;
     bool fresh = false;
     std::vector<int32_t> seq;
     std::vector<int32_t> pos;
+    std::vector<int32_t> outputs; // tokens that give logits: the last layer is often computed for these alone
     std::vector<place> routed;
     std::vector<place> resident;
     std::deque<hobbit_graph_node> nodes; // userdata of the operations: addresses must not move
@@ -79,6 +88,8 @@ class hobbit_graph_input : public llm_graph_input_i {
     // scratch of the running operation
     std::vector<int32_t> experts;
     std::vector<float>   weights;
+    std::vector<int32_t> seq_here;
+    std::vector<int32_t> pos_here;
 };
 
 namespace {
@@ -120,13 +131,25 @@ void route(ggml_tensor * dst, const hobbit_graph_node & node) {
             }
             std::copy_n((const float *) w->data, n, in.weights.begin());
         }
-        in.seq.resize(n_tokens, 0);
-        in.pos.resize(n_tokens, 0);
         req.experts = in.experts.data();
         req.weights = in.weights.data();
         req.context = in.context;
         req.seq     = in.seq.data();
         req.pos     = in.pos.data();
+        if ((size_t) n_tokens != in.seq.size()) {
+            if ((size_t) n_tokens != in.outputs.size()) {
+                throw std::runtime_error("internal error: a layer is computed for " + std::to_string(n_tokens) + " tokens of " + std::to_string(in.seq.size()));
+            }
+            in.seq_here.resize(n_tokens);
+            in.pos_here.resize(n_tokens);
+            for (int t = 0; t < n_tokens; ++t) {
+                in.seq_here[t] = in.seq[in.outputs[t]];
+                in.pos_here[t] = in.pos[in.outputs[t]];
+            }
+            req.seq    = in.seq_here.data();
+            req.pos    = in.pos_here.data();
+            req.tokens = in.outputs.data();
+        }
         req.first   = in.fresh;
         in.fresh    = false;
     }
@@ -161,7 +184,7 @@ void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
     try {
         route(dst, node);
     } catch (const std::exception & e) {
-        node.engine->fail(e.what());
+        node.engine->give_up_graph(e.what());
         int32_t * out = (int32_t *) dst->data;
         std::fill_n(out, ggml_nelements(dst), -1); // no expert
         if (!node.by_expert) {
@@ -234,13 +257,13 @@ hobbit_moe::hobbit_moe(const llm_graph_context & g, const ggml_tensor * exps, gg
     banks_    = &h_->banks[gi];
     resident_ = e.resident(layer_);
     input_ = &input_of(g);
-    (resident_ ? input_->resident : input_->routed).push_back({ &e, layer_, n_used });
+    (resident_ ? input_->resident : input_->routed).push_back({ &e, layer_, n_used, n_tokens });
     if (resident_) {
         return;
     }
     n_waves_  = e.waves(layer_, n_tokens, n_used);
     at_once_  = e.at_once(layer_, n_tokens, n_used);
-    has_cpu_  = e.has_cpu_part(n_tokens);
+    has_cpu_  = e.has_cpu_part(layer_, n_tokens);
     uses_low_ = e.uses_low(layer_, n_tokens, n_used);
     divided_  = has_cpu_ && group.n_units > 1;
     by_expert_ = group.has_link() && !at_once_ && !has_cpu_;

@@ -24,9 +24,15 @@ uint64_t hobbit_free_memory(ggml_backend_dev_t dev) {
 
 static constexpr uint64_t HOST_RESERVE = 2ull << 30; // left to the rest of the system
 
+// Of the system's memory, what is left when the slots that are to be there have been made.
+static uint64_t free_for_copies(const hob::budget & b) {
+    const uint64_t have = hobbit_free_memory(nullptr);
+    return have == 0 ? 0 : std::max<uint64_t>(1, have - std::min(have, b.slots_on_host));
+}
+
 bool hobbit_wants_host_copies(const hobbit & h, const hob::budget & b, ggml_backend_dev_t device) {
     const uint64_t need = b.high + b.low;
-    const uint64_t have = hobbit_free_memory(nullptr);
+    const uint64_t have = free_for_copies(b);
     const bool fits = have == 0 || need + HOST_RESERVE <= have;
     // who asks the CPU to compute misses asks for the copies, too
     const bool on = h.params.host_copies == HOBBIT_HOST_ON || (h.params.host_copies == HOBBIT_HOST_AUTO && h.params.miss == HOBBIT_MISS_CPU);
@@ -34,7 +40,7 @@ bool hobbit_wants_host_copies(const hobbit & h, const hob::budget & b, ggml_back
         throw std::runtime_error("host_copies: both copies of all experts need " + std::to_string(need) + " bytes and " + std::to_string(HOST_RESERVE) +
                                  " for the rest, but only " + std::to_string(have) + " are available: leave them on storage (host_copies off, miss fetch)");
     }
-    return on || (h.params.host_copies == HOBBIT_HOST_AUTO && device && fits);
+    return on || (h.params.host_copies == HOBBIT_HOST_AUTO && device && fits && !b.slots_hold_all);
 }
 
 static hobbit_pinned & allocate(hobbit & h, hob::budget & b, size_t n, ggml_backend_dev_t device) {
@@ -57,7 +63,7 @@ std::unique_ptr<hob::host_cache> hobbit_host_level(hobbit & h, const hob::model_
     }
     uint64_t bytes = 0, least = 0;
     hob::host_cache::divide(layout, 0, least);
-    const uint64_t have = hobbit_free_memory(nullptr);
+    const uint64_t have = free_for_copies(b);
     if (asked) {
         bytes = h.params.host_bytes;
         if (bytes < least) {
@@ -67,7 +73,7 @@ std::unique_ptr<hob::host_cache> hobbit_host_level(hobbit & h, const hob::model_
             throw std::runtime_error("host_copies is " + std::to_string(bytes) + " bytes, but only " + std::to_string(have) + " are available, and " +
                                      std::to_string(HOST_RESERVE) + " are left to the rest of the system: give less");
         }
-    } else if (h.params.host_copies == HOBBIT_HOST_AUTO && have > HOST_RESERVE) {
+    } else if (h.params.host_copies == HOBBIT_HOST_AUTO && have > HOST_RESERVE && !b.slots_hold_all) {
         bytes = have - std::max(HOST_RESERVE, have / 4); // pinned memory cannot be taken back
     }
     std::vector<hob::host_cache::block> blocks = hob::host_cache::divide(layout, bytes, b.host);
@@ -147,7 +153,9 @@ void hobbit_load_host_copies(hobbit & h, hob::model_layout & layout, hob::budget
 
 void hobbit_measure_speeds(hobbit & h, const hob::model_layout & layout, hob::budget & b) {
     constexpr double SECONDS = 0.1;
-    const hob::layer_layout & l = layout.layers[0];
+    const auto linked = [&](const hob::layer_layout & x) { return layout.groups[x.group].has_link(); }; // others may be on the CPU
+    const auto found  = std::find_if(layout.layers.begin(), layout.layers.end(), linked);
+    const hob::layer_layout & l = found == layout.layers.end() ? layout.layers[0] : *found;
     const hob::group_layout & g = layout.groups[l.group];
     const hob::bank & bank = g.banks[hob::COPY_HIGH][0];
     const hob::slab & slab = l.src[hob::COPY_HIGH][0];

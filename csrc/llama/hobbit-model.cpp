@@ -162,20 +162,37 @@ hob::model_layout lay_out(const hobbit_sidecar & sc, const std::vector<int> & n_
 // Products of CUDA's quantized kernels read a little beyond the last expert.
 constexpr size_t READ_BEYOND = 1u << 20;
 
+// Of group_banks::heads.
+size_t heads_bytes(const hob::group_layout & g) {
+    return g.n_units > 1 ? sizeof(float) * g.n_units * g.unit * (g.n_units + 1) : 0;
+}
+
+// Experts are skipped by negative ids in matrix products. Back ends that do not know them would read what lies before the bank.
+void check_skips(ggml_backend_dev_t dev) {
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(dev);
+    if (!reg || !ggml_backend_reg_get_proc_address(reg, "ggml_mul_mat_id_may_skip")) {
+        throw std::runtime_error(std::string(ggml_backend_dev_name(dev)) + ": its back end cannot leave experts out of a product, which takes a patch that there is for CUDA "
+                                 "and the CPU only: load with n_gpu_layers=0");
+    }
+}
+
 // Bytes for expert slots and what goes with them, if each device keeps so many free. Experts are divided among the
 // devices as llama.cpp divided the layers: the one with the least room for its part decides.
 uint64_t room_on_devices(const hob::model_layout & layout, const std::vector<group_plan> & plans, uint64_t keep, const hob::budget & b) {
-    std::map<ggml_backend_dev_t, uint64_t> experts; // bytes at high precision
+    struct share { uint64_t experts = 0; uint64_t beside = 0; }; // bytes of all at high precision, and beside the slots
+    std::map<ggml_backend_dev_t, share> shares;
     for (size_t i = 0; i < layout.groups.size(); ++i) {
         const hob::group_layout & g = layout.groups[i];
-        experts[ggml_backend_buft_get_device(plans[i].buft)] += (uint64_t) g.n_experts_total() * g.expert_bytes(hob::COPY_HIGH);
+        share & s = shares[ggml_backend_buft_get_device(plans[i].buft)];
+        s.experts += (uint64_t) g.n_experts_total() * g.expert_bytes(hob::COPY_HIGH);
+        s.beside  += READ_BEYOND + heads_bytes(g);
     }
     double room = 2.0 * (double) b.high + (double) b.floor; // all experts, and more
-    for (const auto & [dev, bytes] : experts) {
+    for (const auto & [dev, s] : shares) {
         const uint64_t free = b.unified ? std::min(hobbit_free_memory(dev), hobbit_free_memory(nullptr)) : hobbit_free_memory(dev);
-        const double left = free > keep + READ_BEYOND ? (double) (free - keep - READ_BEYOND) : 0.0;
+        const double left = free > keep + s.beside ? (double) (free - keep - s.beside) : 0.0;
         LLAMA_LOG_INFO("%s: %s: %.1f MiB free, %.1f MiB of them kept for contexts\n", __func__, dev ? ggml_backend_dev_name(dev) : "CPU", free / 1048576.0, keep / 1048576.0);
-        room = std::min(room, left * ((double) b.high / (double) bytes));
+        room = std::min(room, left * ((double) b.high / (double) s.experts));
     }
     return (uint64_t) room;
 }
@@ -231,6 +248,16 @@ std::unique_ptr<hob::storage> checked(std::unique_ptr<hob::storage> files, const
 }
 
 } // namespace
+
+void hobbit::set_decode_error(const std::string & why) {
+    std::lock_guard<std::mutex> lock(error_mutex_);
+    decode_error_ = why;
+}
+
+std::string hobbit::decode_error() {
+    std::lock_guard<std::mutex> lock(error_mutex_);
+    return decode_error_;
+}
 
 hobbit::place hobbit::find(const ggml_tensor * t) const {
     const auto it = meta.find(ggml_get_name(t));
@@ -417,6 +444,7 @@ void hobbit_start(hobbit & h, const llama_model & model, bool measure) {
     for (ggml_backend_buffer_type_t buft : bufts) {
         ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
         if (dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
+            check_skips(dev);
             device = dev;
             all_share = all_share && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_IGPU;
         }
@@ -429,6 +457,15 @@ void hobbit_start(hobbit & h, const llama_model & model, bool measure) {
     const std::string err = hob::divide(layout, h.params, b);
     if (!err.empty()) {
         throw std::runtime_error(err);
+    }
+    b.slots_hold_all = device && !b.unified && h.params.preload != HOBBIT_PRELOAD_OFF && h.params.miss != HOBBIT_MISS_CPU && !h.params.force_miss;
+    for (size_t gi = 0; gi < layout.groups.size(); ++gi) {
+        const hob::group_layout & g = layout.groups[gi];
+        const bool on_host = ggml_backend_buft_is_host(plans[gi].buft);
+        b.slots_hold_all = b.slots_hold_all && !on_host && g.n_slots[hob::COPY_HIGH] == g.n_experts_total();
+        for (int c = 0; c < hob::N_COPIES; ++c) {
+            b.slots_on_host += on_host ? g.n_slots[c] * g.expert_bytes(c) : 0;
+        }
     }
     auto files = hob::open_files(layout.files, h.params.direct_io != 0);
     if (h.params.verify) {
@@ -510,11 +547,12 @@ bool hobbit_graph_scope::end() {
     }
     hobbit * h = h_;
     h_ = nullptr;
-    h->last_decode_error = h->engine->end_graph();
-    if (!h->last_decode_error.empty()) {
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, h->last_decode_error.c_str());
+    const std::string error = h->engine->end_graph();
+    h->set_decode_error(error);
+    if (!error.empty()) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, error.c_str());
     }
-    return h->last_decode_error.empty();
+    return error.empty();
 }
 
 // --- sizes without loading ---

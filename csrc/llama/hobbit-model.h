@@ -15,6 +15,7 @@
 
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -59,11 +60,17 @@ struct hobbit {
 
     std::unique_ptr<hob::replay> replay; // in a simulation, where there is no model
 
-    std::string last_decode_error;
+    // Of the last forward pass, "" if it was good. Two contexts may run on two threads.
+    void set_decode_error(const std::string & why);
+    std::string decode_error();
 
     // Layer and projection of one of the model's expert tensors; layer -1: not one of ours.
     struct place { int layer; int proj; };
     place find(const ggml_tensor * t) const;
+
+  private:
+    std::mutex  error_mutex_;
+    std::string decode_error_;
 };
 
 // --- called by the loader ---

@@ -1,5 +1,7 @@
 #include "hobbit-router.h"
 
+#include "hobbit-cpu.h"
+
 #include "ggml-cpu.h"
 
 #include <algorithm>
@@ -77,8 +79,8 @@ bool hobbit_next_routers::choose(int layer, int32_t * experts, float * weights) 
         return false;
     }
     const int n_expert = (int) r.gate->ne[1];
-    const ggml_type_traits_cpu * traits = ggml_get_type_traits_cpu(r.gate->type);
-    const ggml_type_traits_cpu * to     = ggml_get_type_traits_cpu(traits->vec_dot_type);
+    const ggml_type_traits_cpu * traits = hobbit_cpu_traits(r.gate->type);
+    const ggml_type_traits_cpu * to     = hobbit_cpu_traits(traits->vec_dot_type);
     std::vector<uint8_t> row(traits->vec_dot_type == GGML_TYPE_F32 ? 0 : ggml_row_size(traits->vec_dot_type, n_in_));
     std::vector<float> probs(n_expert), selection(n_expert);
     std::vector<int>   order(n_expert);

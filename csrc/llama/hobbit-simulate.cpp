@@ -69,16 +69,24 @@ int hobbit_simulate_run(struct hobbit * h, const void * rows, int64_t n_rows, in
     if (checked(h, n_rows, n_used) != 0) {
         return -1;
     }
-    const std::string err = h->replay->run((const char *) rows, n_rows, n_used);
-    return err.empty() ? 0 : fail(err);
+    try {
+        const std::string err = h->replay->run((const char *) rows, n_rows, n_used);
+        return err.empty() ? 0 : fail(err);
+    } catch (const std::exception & e) {
+        return fail(e.what());
+    }
 }
 
 int hobbit_simulate_foresee(struct hobbit * h, const void * rows, int64_t n_rows, int32_t n_used) {
     if (checked(h, n_rows, n_used) != 0) {
         return -1;
     }
-    const std::string err = h->replay->foresee((const char *) rows, n_rows, n_used);
-    return err.empty() ? 0 : fail(err);
+    try {
+        const std::string err = h->replay->foresee((const char *) rows, n_rows, n_used);
+        return err.empty() ? 0 : fail(err);
+    } catch (const std::exception & e) {
+        return fail(e.what());
+    }
 }
 
 } // extern "C"

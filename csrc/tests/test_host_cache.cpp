@@ -4,6 +4,8 @@
 #include "driver.h"
 
 #include <algorithm>
+#include <condition_variable>
+#include <mutex>
 
 using namespace hob;
 
@@ -119,12 +121,72 @@ TEST(host_cache_gives_no_entry_twice_before_loads_are_submitted) {
     std::vector<const uint8_t *> places;
     for (int e = 0; e <= host_cache::MIN_ENTRIES; ++e) {
         load_request r = { &m.layout.layers[0], &m.layout.groups[0], COPY_HIGH, e, e, nullptr, 0, 0 };
-        CHECK(!l.cache->serve(r, 1));
+        CHECK(!l.cache->serve(r));
         CHECK((r.stage != nullptr) == (e < host_cache::MIN_ENTRIES));
         CHECK(!r.stage || std::count(places.begin(), places.end(), r.stage) == 0);
         places.push_back(r.stage);
     }
     load_request again = { &m.layout.layers[0], &m.layout.groups[0], COPY_HIGH, 0, 7, nullptr, 0, 0 };
-    CHECK(!l.cache->serve(again, 2)); // its bytes are not there yet
+    CHECK(!l.cache->serve(again)); // its bytes are not there yet
     CHECK(!again.host && !again.stage && !again.host_busy);
+}
+
+// A guess that the level serves may be given up before it was copied: what it would have been copied from stays good.
+TEST(host_cache_keeps_what_a_dropped_guess_would_have_read) {
+    group_spec s = { 8, 1, 2, { { 64, 64, 0 }, { 16, 16, 0 } }, false };
+    fake_model m({ s }, { 0 });
+    m.place_slots(4, 1);
+    level l(m, 1 << 20);
+    fake_storage files(m);
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool hold = false, held = false;
+    files.before = [&](const fake_model::place &) {
+        std::unique_lock<std::mutex> lock(mutex);
+        held = hold;
+        changed.notify_all();
+        changed.wait(lock, [&] { return !hold; });
+        return std::string();
+    };
+    loader loads(files, 1, m.layout.piece_bytes());
+    load_state a, b;
+    const auto request = [&](int expert, int slot, load_state & state) { return load_request{ &m.layout.layers[0], &m.layout.groups[0], COPY_HIGH, expert, slot, &state, 0, 0 }; };
+    const auto load = [&](load_priority priority, load_request r) {
+        const bool there = l.cache->serve(r);
+        loads.submit(priority, { r });
+        return there;
+    };
+    CHECK(!load(PRIORITY_DEMAND, request(3, 0, a)));
+    loads.wait_done(a);
+    hold = true;
+    CHECK(!load(PRIORITY_DEMAND, request(5, 2, b))); // the only thread reads, and the guess stays queued
+    {
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [&] { return held; });
+    }
+    CHECK(load(PRIORITY_GUESS, request(3, 1, a)));
+    CHECK_EQ(loads.drop(a).bytes, 128u);
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        hold = false;
+    }
+    changed.notify_all();
+    loads.wait_done(b);
+    CHECK(load(PRIORITY_DEMAND, request(3, 1, a)));
+    loads.wait_done(a);
+}
+
+TEST(host_cache_takes_no_more_than_it_is_given) {
+    group_spec s = { 8, 2, 3, { { 4096, 4096, 4096 }, { 4096, 4096, 4096 } } };
+    std::vector<int> layers(32, 2);
+    layers[0] = 0; // two groups of one layer each, which the least already fills to a half
+    layers[1] = 1;
+    fake_model m({ s, s, s }, layers);
+    uint64_t least = 0, all = 0, total = 0;
+    host_cache::divide(m.layout, 0, least);
+    host_cache::divide(m.layout, UINT64_MAX / 2, all);
+    for (uint64_t bytes = least; bytes < all; bytes += least / 3) {
+        host_cache::divide(m.layout, bytes, total);
+        CHECK(total <= bytes && total + 32 * 4096 * 3 > bytes);
+    }
 }

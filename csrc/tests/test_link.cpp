@@ -400,3 +400,58 @@ TEST(link_does_not_run_dry_in_a_prompt) {
         }
     }
 }
+
+// Of several tokens: a low miss that is divided needs a low slot, and all of these may be hits.
+TEST(link_divides_no_low_miss_that_has_no_slot) {
+    random_router r(check::seed);
+    for (int n_tokens : { 1, 2, 4, 8 }) {
+        for (int n_layers : { 1, 2, 4 }) {
+            group_spec s = { 8, 2, 3, { { 256, 128, 512 }, { 128, 64, 256 } } };
+            s.link       = true;
+            s.n_units    = 8;
+            s.n_parts[0] = 2;
+            fake_model m({ s }, std::vector<int>(n_layers, 0));
+            m.place_slots(5 * n_layers, 1);
+            hobbit_params p = test_params(0.6f, 1.0f);
+            p.admit      = HOBBIT_ADMIT_OFTEN;
+            p.cpu_batch  = 16;
+            p.link_speed = 1.0;
+            p.cpu_speed  = 1.5;
+            budget b = measure(m.layout, p, 0);
+            b.miss       = HOBBIT_MISS_AUTO;
+            b.link_speed = p.link_speed;
+            b.cpu_speed  = p.cpu_speed;
+            engine e(m.layout, p, b, std::make_unique<fake_storage>(m));
+            std::vector<int32_t> seq(n_tokens), pos(n_tokens), ids(2 * n_tokens);
+            std::vector<float> w(ids.size());
+            std::iota(seq.begin(), seq.end(), 0);
+            for (int step = 0; step < 200; ++step) {
+                std::fill(pos.begin(), pos.end(), step);
+                e.begin_graph();
+                for (int l = 0; l < n_layers; ++l) {
+                    for (int t = 0; t < n_tokens; ++t) {
+                        ids[2 * t]     = r.below(8);
+                        ids[2 * t + 1] = (ids[2 * t] + 1 + r.below(7)) % 8;
+                        w[2 * t]       = 0.5f + 0.001f * r.below(500);
+                        w[2 * t + 1]   = 1.0f - w[2 * t];
+                    }
+                    const int n = e.waves(l, n_tokens, 2);
+                    std::vector<int32_t> o[7];
+                    for (auto & x : o) {
+                        x.assign(ids.size(), -1);
+                    }
+                    for (int v = 0; v < n; ++v) {
+                        e.route({ l, n_tokens, 2, n, ids.data(), w.data(), &e, seq.data(), pos.data(), l == 0 }, v,
+                                { o[0].data(), o[1].data(), o[2].data(), { o[3].data(), o[4].data() }, o[5].data(), o[6].data() });
+                    }
+                    for (int v = 0; v < n; ++v) {
+                        e.arrive(v, nullptr);
+                    }
+                    e.cpu_begins();
+                    e.cpu_done();
+                }
+                CHECK_EQ(e.end_graph(), std::string());
+            }
+        }
+    }
+}

@@ -212,3 +212,18 @@ TEST(shapes_go_out_and_come_back) {
     CHECK(with([](auto & x) { x[1].high_bytes[1] = 0; x[1].high_bytes[2] = 9; }).find("bytes") != std::string::npos);
     CHECK(with([](auto & x) { x[1].high_bytes[0] = UINT64_MAX; }).find("bytes") != std::string::npos);
 }
+
+TEST(shapes_whose_sums_would_wrap_are_refused) {
+    const auto refused = [](hobbit_layer x, int n) {
+        const std::vector<hobbit_layer> layers(n, x);
+        try {
+            layout_of(layers.data(), n);
+            return false;
+        } catch (const std::runtime_error &) {
+            return true;
+        }
+    };
+    const hobbit_layer most = { 0, 0, 32767, 1, { 1ull << 35, 1ull << 35, 1ull << 35 }, { 1ull << 35, 1ull << 35, 1ull << 35 } };
+    CHECK(!refused(most, 1) && !refused({ 0, 0, 32767, 1, { 1, 0, 0 }, { 1, 0, 0 } }, 2048));
+    CHECK(refused(most, 2049) && refused({ 0, 0, 8, 1, { (1ull << 35) + 1, 0, 0 }, { 1, 0, 0 } }, 1));
+}
