@@ -15,7 +15,7 @@ from typing import Iterable
 
 from . import ggml
 from .errors import GGUFError, printable
-from .reader import Reader
+from .reader import Reader, sidecar_path
 
 _EXPERT = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down|gate_up)_(?:ch)?exps\.weight(\.high|\.low)?$")
 _OUTER = re.compile(r"^(token_embd|output|rope_freqs)")
@@ -157,12 +157,7 @@ def describe(path: str) -> str:
             return _lines([f"{path}: sidecar of a dual GGUF (all routed experts, twice)", *_sidecar(reader)])
         if kind != "main":
             raise GGUFError(f"{path} has the unknown hobbit.role '{kind}'")
-        name, pair = reader.get("hobbit.sidecar", "", str), reader.get("hobbit.pair_id", "", str)
-        if not name or os.path.basename(name) != name or len(name.encode()) > 255:
-            raise GGUFError(f"{path} is damaged: hobbit.sidecar is {name[:80]!r}, not the name of a file beside it")
-        other = os.path.join(os.path.dirname(path), name)
-        if not os.path.exists(other):
-            raise GGUFError(f"{path} is the main file of a dual GGUF, but its sidecar {other} is missing")
+        pair, other = reader.get("hobbit.pair_id", "", str), sidecar_path(reader)
         with Reader(other) as sidecar:
             if sidecar.get("hobbit.role") != "experts":
                 raise GGUFError(f"{other}, which {path} names as its sidecar, is none")
@@ -209,9 +204,9 @@ def print_text(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m gguf_tools.info") -> int:
     """The command; returns its exit status: 0, or 1 for an error."""
-    p = argparse.ArgumentParser(prog="python -m gguf_tools.info", description="Say what a GGUF file or a dual GGUF holds.")
+    p = argparse.ArgumentParser(prog=prog, description="Say what a GGUF file or a dual GGUF holds.")
     p.add_argument("file", metavar="FILE.gguf")
     p.add_argument("--json", action="store_true", help="print the numbers as JSON")
     args = p.parse_args(argv)

@@ -390,3 +390,16 @@ def open_regular(path: str) -> int:
         kind = "a folder" if stat.S_ISDIR(mode) else "a FIFO" if stat.S_ISFIFO(mode) else "not a regular file"
         raise GGUFError(f"{path} is {kind}, not a GGUF file")
     return fd
+
+
+def sidecar_path(main: Reader) -> str:
+    """Of a main file, the sidecar that it names. GGUFError where that is no name, or there is no such file."""
+    name = main.get("hobbit.sidecar", "", str)
+    if not name or os.path.basename(name) != name or "\0" in name or "\\" in name or len(name.encode()) > 255:
+        raise GGUFError(f"{main.path} is damaged: hobbit.sidecar is {name[:80]!r}, not the name of a file beside it")
+    path = os.path.join(os.path.dirname(main.path), name)
+    if not os.path.exists(path):
+        near = os.path.splitext(main.path)[0] + ".experts.gguf"
+        renamed = f" ({near} is there: a pair keeps the names that it was made with)" if os.path.exists(near) else ""
+        raise GGUFError(f"{main.path} is the main file of a converted model, but its sidecar {path} is missing{renamed}")
+    return path

@@ -23,6 +23,8 @@ def bench(args) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     arguments = llama_arguments(args)
     n_ctx = args.ctx or args.prompt_tokens + args.tokens + 8
+    if n_ctx < args.prompt_tokens + args.tokens:
+        raise ValueError(f"prompt and reply take {args.prompt_tokens + args.tokens} tokens, more than --ctx {n_ctx}")
     common = {"n_ctx": n_ctx, "verbose": args.verbose}
     jobs = [(args.model, {**common, **arguments})]
     if args.against:

@@ -14,7 +14,7 @@ def add_parser(commands) -> None:
                                         "divergence within a limit; plain uniform types included. The result is measured on text that it was not fitted on, "
                                         "and written beside the model, where hobbit run and Llama take it from.")
     add_common(p)
-    p.add_argument("--budget", metavar="SIZE", required=True, help="memory for experts: 8GiB, or 25%% of all experts as given")
+    p.add_argument("--budget", "--cache", metavar="SIZE", required=True, help="memory for experts: 8GiB, or 25%% of all experts as given")
     p.add_argument("--max-kl", type=float, metavar="X", required=True, help="most mean KL divergence, in nats, to all experts as given (0.001 to 0.01 are common)")
     p.add_argument("--chunks", type=int, metavar="N", help="chunks of text to fit on, and as many to measure the result on (default: 16, or as many as the text has)")
     p.add_argument("--read-speed", metavar="SIZE", help="bytes a second that loads run at, such as 1.5GB, for the predicted tok/s (default: measured)")

@@ -57,7 +57,8 @@ def lines(report: dict):
                f"{'past' if d['direct'] else 'through'} the page cache, from {d['path']}")
     if x:
         yield ""
-        yield f"model       {x['path']}: {x['architecture']}, context of {x['n_ctx']} tokens, {x['threads']} thread{'s' if x['threads'] > 1 else ''}"
+        yield (f"model       {x['path']}: {x['architecture']}, context of {x['n_ctx']} tokens, {x['threads']} thread{'s' if x['threads'] > 1 else ''}"
+               + (f", {x['threads_batch']} for prompts" if x["threads_batch"] != x["threads"] else ""))
         yield f"besides     {format_bytes(x['residents'])} of residents, {format_bytes(x['kv_cache'])} of KV cache, at most {format_bytes(x['compute'])} of buffers"
         if x["offloaded"]:
             yield f"experts     {x['layers']} layers, {x['n_used']} of {x['n_expert']} used; all take {format_bytes(x['high_bytes'])} high and {format_bytes(x['low_bytes'])} low"
@@ -65,5 +66,5 @@ def lines(report: dict):
             if x["budget"] is None:
                 yield "budget      what the GPU has left when the rest of the model is there"
             else:
-                yield f"budget      {format_bytes(x['budget'])}, {100 * x['budget'] / x['high_bytes']:.0f} % of all experts (floor {format_bytes(x['floor_bytes'])})"
+                yield f"budget      {format_bytes(x['budget'])} (floor {format_bytes(x['floor_bytes'])}; buffers and bookkeeping included)"
         yield f"advice      {x['advice']}"

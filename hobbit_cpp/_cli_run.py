@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 
 from . import memory, stats
 from .memory import format_budget, format_bytes
@@ -15,23 +16,23 @@ def open_model(args, **more):
     from .cli import llama_arguments
     from .llama import Llama
 
-    n_ctx = context_of(args)
-    if args.threads is not None and args.threads < 1:
-        raise ValueError(f"--threads must be at least 1, not {args.threads}")
-    return Llama(args.model, n_ctx=n_ctx, verbose=args.verbose, **llama_arguments(args), **more)
+    given = llama_arguments(args)
+    llm = Llama(args.model, n_ctx=context_of(args), verbose=args.verbose, **given, **more)
+    trained = llm._model.n_ctx_train()
+    if args.ctx is not None and args.ctx > trained:
+        warnings.warn(f"--ctx {args.ctx} is more than the {trained} tokens that the model was trained with", RuntimeWarning, stacklevel=2)
+    return llm
 
 
 def context_of(args) -> int:
     """--ctx, or the model's own context, at most 4096 tokens."""
     from . import _load
 
-    if args.ctx is None:
-        metadata = _load.read_metadata(_load.check_path(args.model))
-        arch = metadata.get("general.architecture")
-        return min(4096, metadata.get(f"{arch}.context_length", 4096, int) or 4096)
-    if args.ctx < 1:
-        raise ValueError(f"--ctx must be at least 1, not {args.ctx}")
-    return args.ctx
+    if args.ctx is not None:
+        return args.ctx
+    metadata = _load.read_metadata(_load.check_path(args.model))
+    arch = metadata.get("general.architecture")
+    return min(4096, metadata.get(f"{arch}.context_length", 4096, int) or 4096)
 
 
 def has_template(llm) -> bool:
@@ -68,17 +69,18 @@ def run(args) -> int:
 
 def _prompt(args) -> str | None:
     if args.file is None:
-        text = args.prompt
-    elif args.file == "-":
-        text = sys.stdin.read()
-    else:
-        with open(args.file, encoding="utf-8") as f:
-            text = f.read()
-    if text is not None:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise ValueError("the prompt is not valid UTF-8") from None
+        return args.prompt if args.prompt is None else _checked(args.prompt, "the prompt")
+    if args.file == "-":
+        return _checked(sys.stdin.read(), "standard input")
+    with open(args.file, encoding="utf-8", errors="surrogateescape") as f:
+        return _checked(f.read(), args.file)
+
+
+def _checked(text: str, what: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} is not valid UTF-8") from None
     return text
 
 
@@ -164,7 +166,7 @@ def converse(talk, llm) -> None:
                 raise
             print()
             continue
-        if not text.strip():
+        if not _checked(text, "standard input").strip():
             continue
         said = talk.command(text)
         if said is not None:
@@ -189,11 +191,11 @@ def _closing_line(llm) -> str:
     last = llm.last_stats
     prompt, decode = last["prompt"], last["decode"]
 
-    def speed(part, name):
+    def speed(part, name, n):  # n: the last token of a reply is not evaluated
         rate = f", {part['evaluated'] / part['seconds']:.1f} tok/s" if part["evaluated"] and part["seconds"] > 0 else ""
-        return f"{name} {part['evaluated']} tokens{rate}"
+        return f"{name} {n} token{'s' if n != 1 else ''}{rate}"
 
-    parts = [speed(prompt, "prompt"), speed(decode, "reply")]
+    parts = [speed(prompt, "prompt", prompt["evaluated"]), speed(decode, "reply", llm.last_generation.lengths[1])]
     if llm.is_offloaded:
         both = stats.counters({k: prompt[k] + decode[k] for k in prompt}, len(llm.offload_stats()["layers"]))
         budget = llm.offload_stats()["budget"]

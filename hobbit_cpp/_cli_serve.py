@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import signal
 import socket
 import sys
@@ -59,7 +60,7 @@ def serve(args: argparse.Namespace) -> int:
         raise ImportError(NEEDS.format(error.name)) from None
 
     # before the model is loaded, which takes long
-    with socket.create_server((s.host, s.port), family=socket.AF_INET6 if ":" in s.host else socket.AF_INET, backlog=2048) as listener:
+    with _listen(s.host, s.port) as listener:
         host, port = listener.getsockname()[:2]
         address = f"{'https' if s.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}/v1"
         with load(s) as llm:
@@ -70,6 +71,15 @@ def serve(args: argparse.Namespace) -> int:
             config.http_protocol_class = impatient(config.http_protocol_class, s.client_timeout)
             _server(uvicorn, config, app.state.service, address).run(sockets=[listener])
     return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048)
+    except OSError as error:
+        what = {errno.EADDRINUSE: f"port {port} of {host} is in use: give another --port",
+                errno.EADDRNOTAVAIL: f"this machine does not have the address {host}: give another --host"}
+        raise ValueError(what.get(error.errno, f"cannot listen at port {port} of {host}: {error.strerror or error}")) from None
 
 
 def load(s):

@@ -55,6 +55,7 @@ def add_parsers(commands) -> None:
 
 def trace(args) -> int:
     from ._cli_run import open_model
+    from ._load import check_path, read_metadata
     from ._progress import Progress
 
     for name, least in (("tokens", 1), ("window", 2)):
@@ -64,6 +65,8 @@ def trace(args) -> int:
         raise ValueError(f"{args.output} exists: give --force to overwrite it")
     with open(args.text, "rb") as f:
         text = f.read()
+    if read_metadata(check_path(args.model)).get("hobbit.role") is None:
+        raise ValueError(f"{args.model} is an ordinary GGUF: convert it first (hobbit convert), its routing is that of the converted model")
     vars(args).update(ctx=args.window, verbose=False, t1=1.0, t2=None, skip_mass=None, policy=None, low_fraction=None, io_threads=None, no_direct_io=False, no_profile=True,
                       verify=False, host_copies=None, unified_memory=None, miss=None, prefetch=None, prefetch_copy=None, prefetch_ranks=None, no_prompt_prefetch=False, lean=None)
     # logits of all tokens: the last layer leaves out those that give none
@@ -80,7 +83,7 @@ def trace(args) -> int:
                 llm.eval(tokens)
                 bar.add(len(tokens))
         bar.clear()
-    print(f"{args.output}: {n} tokens in {len(windows)} sequences, {layers} layers, {format_bytes(os.path.getsize(args.output))}")
+    print(f"{args.output}: {n} tokens in {len(windows)} sequence{'s' if len(windows) > 1 else ''}, {layers} layers, {format_bytes(os.path.getsize(args.output))}")
     return 0
 
 

@@ -13,13 +13,13 @@ from . import bindings as b  # before llama_cpp: it makes llama_cpp use our libr
 import llama_cpp
 from gguf_tools import ggml
 from gguf_tools.errors import GGUFError, printable
-from gguf_tools.reader import Reader
+from gguf_tools.reader import Reader, sidecar_path
 
 from . import memory, model_memory
 from ._devices import devices
 from .profiles import read_profile
 from .settings import DEFAULTS, Settings, check_int
-from .verify import check_pair, sidecar_name
+from .verify import check_pair
 
 # {name: default} of llama_cpp.Llama's arguments
 BASE_ARGUMENTS = {
@@ -37,6 +37,8 @@ def check_keywords(given) -> None:
     """llama_cpp.Llama takes every keyword and drops those that it does not know."""
     for name in given:
         if name not in BASE_ARGUMENTS:
+            if name == "thresholds":
+                raise TypeError("Llama() has no argument 'thresholds': give t1 and t2")
             near = difflib.get_close_matches(name, [*DEFAULTS, *BASE_ARGUMENTS], 1)
             raise TypeError(f"Llama() has no argument {name!r}" + (f"; is {near[0]!r} meant?" if near else ""))
 
@@ -83,7 +85,7 @@ def read_metadata(path: str) -> Reader:
 
 def check_sidecar(path: str, metadata: Reader) -> str:
     """Path of the sidecar, whose structure is sound; what it holds is checked by csrc/llama/hobbit-sidecar.cpp."""
-    sidecar = os.path.join(os.path.dirname(path), sidecar_name(metadata))
+    sidecar = sidecar_path(metadata)
     check_pair(metadata, read_metadata(sidecar))
     return sidecar
 

@@ -233,7 +233,10 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     async def invalid(request, problem):
         first = problem.errors()[0]
         where = ".".join(str(x) for x in first["loc"] if x != "body")
-        return error(400, f"{where}: {first['msg']}" if where and first["type"] != "json_invalid" else f"the body is not valid: {first['msg']}")
+        what = first["msg"].removeprefix("Value error, ")
+        if not where and not request.headers.get("content-type", "").startswith("application/json"):
+            what += " (its content-type must be application/json)"
+        return error(400, f"{where}: {what}" if where and first["type"] != "json_invalid" else f"the body is not valid: {what}")
 
     @app.exception_handler(StarletteHTTPException)  # of which FastAPI's is one
     async def refused(request, problem):

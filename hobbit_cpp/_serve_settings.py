@@ -120,7 +120,7 @@ def settings(flags: Dict[str, Any], config: Optional[str] = None, environment=os
     try:
         return ServeSettings.model_validate(merged)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")  # a misspelt name explains a missing one
         key = str(first["loc"][0])
         if first["type"] == "missing":
             raise ValueError(f"no {key} is given: hobbit serve MODEL.gguf, {PREFIX}{key.upper()}, or {key} in the configuration file") from None

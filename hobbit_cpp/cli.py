@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import re
 import sys
 import warnings
 
@@ -47,13 +49,16 @@ def _layers(text: str):
 
 def add_model_arguments(p: argparse.ArgumentParser, ctx: str = "context in tokens (default: the model's, at most 4096)") -> None:
     p.add_argument("--ctx", type=int, metavar="N", help=ctx)
-    p.add_argument("--threads", type=int, metavar="N", help="computing threads (default: half of the cores)")
+    p.add_argument("--threads", type=int, metavar="N", help="computing threads (default: half of the cores, for prompts all)")
     p.add_argument("-ngl", "--gpu-layers", type=int, metavar="N", help="layers on the GPU, -1: all (default: none)")
     p.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
 
 
 def llama_arguments(args) -> dict:
-    """Keyword arguments for Llama; what was not given is left out. ValueError for layers on a GPU without one."""
+    """Keyword arguments for Llama; what was not given is left out. ValueError for layers on a GPU without one, and for numbers that are none."""
+    for name in ("ctx", "threads"):
+        if getattr(args, name, None) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
     if args.gpu_layers:
         from . import bindings  # noqa: F401  before llama_cpp: it makes llama_cpp use our libraries
         import llama_cpp
@@ -125,10 +130,10 @@ def _command(argv: list[str]) -> int:
     # imported here: convert and info need neither llama_cpp nor the engine
     if argv[:1] == ["convert"]:
         from .convert import main as convert
-        return convert(argv[1:])
+        return convert(argv[1:], "hobbit convert")
     if argv[:1] == ["info"]:
         from gguf_tools.info import main as info
-        return info(argv[1:])
+        return info(argv[1:], "hobbit info")
     args = _parser().parse_args(argv)
     if args.command == "run":
         from ._cli_run import run
@@ -145,6 +150,17 @@ def _command(argv: list[str]) -> int:
     return bench(args)
 
 
+# Arguments of Python's, as the commands call them: what is said of them is said by the modules for both.
+_FLAGS = {"cache_bytes": "--cache", "n_ctx": "--ctx", "n_io_threads": "--io-threads", "low_fraction": "--low-fraction", "skip_mass": "--skip-mass",
+          "prefetch_ranks": "--prefetch-ranks", "host_copies": "--host-copies", "unified_memory": "--unified-memory", "n_gpu_layers": "--gpu-layers",
+          "max_kl": "--max-kl", "t1": "--t1", "t2": "--t2"}
+_NAMES = re.compile(rf"(?<![\w./-])({'|'.join(_FLAGS)})(?![\w./-])")
+
+
+def _told(message) -> str:
+    return _NAMES.sub(lambda m: _FLAGS[m[1]], str(message))
+
+
 def _silence_stdout() -> None:
     """The reader of our pipe is gone; Python would complain once more when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -153,8 +169,11 @@ def _silence_stdout() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
     try:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a result is not lost for a character that the terminal's encoding lacks
+                stream.reconfigure(errors="replace")
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+            warnings.showwarning = lambda message, *_, **__: print(f"warning: {_told(message)}", file=sys.stderr)
             status = _command(sys.argv[1:] if argv is None else argv)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -170,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}" if error.filename and error.strerror else f"error: {error}", file=sys.stderr)
     except (HobbitError, ImportError, RuntimeError, TypeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_told(error)}", file=sys.stderr)
     return 1
 
 

@@ -308,9 +308,9 @@ def fnv1a(data: bytes) -> int:
 
 # --- command ---
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog="python -m hobbit_cpp.convert",
+        prog=prog,
         description="Split off a model's routed experts and store each of them at two precisions: OUT.gguf (everything else) "
                     "and OUT.experts.gguf (the experts).")
     p.add_argument("source", metavar="SRC.gguf", help="a mixture-of-experts model, or part 1 of a split one, or the folder of a Hugging "
@@ -336,9 +336,9 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m hobbit_cpp.convert") -> int:
     """The command; returns its exit status: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
-    args = _parser().parse_args(argv)
+    args = _parser(prog).parse_args(argv)
     high, low = PRESETS[args.preset]
     if args.link and args.high is None:
         high = "keep"

@@ -55,6 +55,8 @@ def demo(prompt: str | None = None, threads: int | None = None) -> int:
     from .llama import Llama
 
     started = time.perf_counter()
+    if threads is not None and threads < 1:
+        raise ValueError(f"--threads must be at least 1, not {threads}")
     common = {"cache_bytes": "25%", "n_ctx": 512, "n_threads": threads, "verbose": False}
     print("A small mixture-of-experts model: 6 layers of 8 experts, of which each token uses 2.\n")
     with tempfile.TemporaryDirectory(prefix="hobbit-demo-") as folder:

@@ -59,7 +59,7 @@ def model(args) -> dict:
     n_ctx = context_of(args)
     need = _load.need_of(metadata, path, {"n_ctx": n_ctx}, 0)
     _load.check_context(need, {"n_ctx": n_ctx, "n_gpu_layers": n_gpu})
-    report = {"path": path, "architecture": arch, "n_ctx": n_ctx, "threads": n_threads or max((os.cpu_count() or 1) // 2, 1), "residents": need.residents,
+    report = {"path": path, "architecture": arch, "n_ctx": n_ctx, "threads": n_threads or max((os.cpu_count() or 1) // 2, 1), "threads_batch": n_threads or os.cpu_count() or 1, "residents": need.residents,
               "kv_cache": need.kv_cache, "compute": need.compute, "offloaded": metadata.get("hobbit.role") == "main"}
     if not report["offloaded"]:
         experts = metadata.get(f"{arch}.expert_count")
@@ -68,6 +68,7 @@ def model(args) -> dict:
                             "it does not fit, and has no routed experts to offload: take a smaller quantization" if short else "it fits as it is")
         return report
     report["profile"] = None
+    sidecar = _load.check_sidecar(path, metadata)
     if use_profile:
         settings, report["profile"] = _load.apply_profile(settings, path, metadata)
     params = _load.make_params(settings, path, need, 0, n_gpu)
@@ -81,7 +82,7 @@ def model(args) -> dict:
     on_device = settings.budget.kind == "auto" and params.budget_kind == bindings.HOBBIT_BUDGET_DEVICE
     budget = None if on_device else _budget(settings, params, info)
     everything = info.floor_bytes + info.high_bytes
-    report.update(sidecar=os.path.join(os.path.dirname(path), metadata.get("hobbit.sidecar", "")), layers=info.n_layers, n_expert=info.n_expert,
+    report.update(sidecar=sidecar, layers=info.n_layers, n_expert=info.n_expert,
                   n_used=info.n_expert_used, high_bytes=info.high_bytes, low_bytes=info.low_bytes, floor_bytes=info.floor_bytes, budget=budget,
                   t1=settings.t1, t2=settings.t2, policy=settings.policy, policy_weights=settings.policy_weights, low_fraction=settings.low_fraction)
     if budget is None:

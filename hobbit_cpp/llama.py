@@ -380,6 +380,23 @@ class Llama(llama_cpp.Llama):
         return params
 
     @property
+    def t1(self) -> float:
+        """As in the constructor; may be set at any time, as thresholds."""
+        return self.thresholds[0]
+
+    @t1.setter
+    def t1(self, value):
+        self.thresholds = (value, self.t2)
+
+    @property
+    def t2(self) -> float:
+        return self.thresholds[1]
+
+    @t2.setter
+    def t2(self, value):
+        self.thresholds = (self.t1, value)
+
+    @property
     def thresholds(self) -> tuple[float, float]:
         """(t1, t2), as in the constructor; may be set at any time, between tokens too."""
         p = self._params()

@@ -178,9 +178,12 @@ def parse_budget(x) -> Budget:
                 raise ValueError(f"cache_bytes is {x!r}: a share must be more than 0 and at most 100 %")
             return Budget("fraction", fraction=percent / 100)
         try:
-            x = parse_bytes(x)
+            n = parse_bytes(x)
         except ValueError:
             raise ValueError(f"cache_bytes is {x!r}: give {BUDGET_FORMS}") from None
+        if n < 4096:
+            raise ValueError(f"cache_bytes is {x!r}, which is {n} bytes: give a unit (8GiB), or a share of all experts (25%)")
+        x = n
     elif _is_bool(x) or not isinstance(x, numbers.Integral):
         raise TypeError(f"cache_bytes is {x!r} ({type(x).__name__}): give {BUDGET_FORMS}")
     if not 0 <= x < 2**63:

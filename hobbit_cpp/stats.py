@@ -49,7 +49,7 @@ def settings_lines(s: dict) -> list[str]:
     b, p = s["budget"], s["settings"]
     return [
         f"{'mixed precision' if s['mode'] == 'mixed' else 'all experts at high precision'}, sidecar {s['sidecar']}",
-        f"budget {format_bytes(b['budget_bytes'])} of {format_bytes(b['high_bytes'])} (floor {format_bytes(b['floor_bytes'])})",
+        f"budget {format_bytes(b['budget_bytes'])} (floor {format_bytes(b['floor_bytes'])}); all experts at high precision take {format_bytes(b['high_bytes'])}",
         *(f"{g['high_slots']} high ({_types(g['high_types'])}) and {g['low_slots']} low ({_types(g['low_types'])}) slots on {g['backend']} "
           f"for {g['n_layers']} layers of {g['n_expert']} experts" for g in s["groups"]),
         *([f"{format_bytes(b['host_bytes'])} of copies in {'pinned ' if p['host_pinned'] else ''}host memory; misses: {'divided between link and CPU' if p['miss'] == 'auto' else p['miss']}"]

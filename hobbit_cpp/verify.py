@@ -13,7 +13,7 @@ from typing import Iterator
 
 from gguf_tools.checksums import HEADER, chunks, damaged, header_crc, stored
 from gguf_tools.errors import GGUFError
-from gguf_tools.reader import File, Reader, Tensor
+from gguf_tools.reader import File, Reader, Tensor, sidecar_path
 
 from ._convert_run import in_order
 from ._progress import Progress
@@ -44,8 +44,7 @@ def verify(path, *, threads: int = 2, progress: bool = False) -> Verified:
         if reader.get("hobbit.role") != "main":
             _run(todo, report, threads, progress)
             return report
-        name = sidecar_name(reader)
-        with Reader(os.path.join(os.path.dirname(path), name)) as sidecar:
+        with Reader(sidecar_path(reader)) as sidecar:
             check_pair(reader, sidecar)
             _run([*todo, (sidecar, *_tensors(sidecar))], report, threads, progress)
             return report
@@ -58,13 +57,6 @@ def verify_main(path: str) -> None:
         _run([(reader, *_tensors(reader))], report, 2, False)
     if report.damaged:
         raise GGUFError(f"{report.damaged[0]}: damaged" + (f", and {len(report.damaged) - 1} more: hobbit verify tells all" if report.damaged[1:] else ""))
-
-
-def sidecar_name(reader: Reader) -> str:
-    name = reader.get("hobbit.sidecar", "", str)
-    if not name or os.path.basename(name) != name or "\0" in name or "\\" in name or len(name.encode()) > 255:
-        raise GGUFError(f"{reader.path} is damaged: hobbit.sidecar is {name[:80]!r}, not the name of a file beside it")
-    return name
 
 
 def check_pair(main: Reader, sidecar: Reader) -> None:

@@ -55,7 +55,7 @@ def test_run(hobbit, dual):
     argv = ("run", dual, "-p", "Once upon a time", "-n", 20, "--threads", 1, "--seed", 3, "--cache", "30%")
     status, out, err = hobbit(*argv)
     assert status == 0 and len(out.strip()) > 20
-    assert re.fullmatch(r"\[prompt \d+ tokens, [\d.]+ tok/s; reply 19 tokens, [\d.]+ tok/s; hits [\d.]+ %; [\d.]+ \w+ read per token; "
+    assert re.fullmatch(r"\[prompt \d+ tokens, [\d.]+ tok/s; reply 20 tokens, [\d.]+ tok/s; hits [\d.]+ %; [\d.]+ \w+ read per token; "
                         r"experts [\d.]+ MiB of budget 2.9 MiB; peak memory [\d.]+ [MG]iB\]\n", err)
     assert hobbit(*argv)[1] == out  # the seed decides
     status, _, err = hobbit(*argv, "--stats", "--t1", 0.3, "--t2", 0.5, "--policy", "lru", "--no-direct-io", "--io-threads", 2)
@@ -72,7 +72,7 @@ def test_run_with_copies_in_memory(hobbit, dual):
         assert ("of copies in host memory; misses: " in err) == ("none" not in more)
         assert ("the CPU computed" in err) == ("cpu" in more)
     status, _, err = hobbit(*argv, "--host-copies", "plenty")
-    assert status == 1 and "host_copies is 'plenty'" in err
+    assert status == 1 and "--host-copies is 'plenty'" in err
 
 
 def test_gpu_layers_need_a_gpu(hobbit, dual):
@@ -97,9 +97,10 @@ def test_prompt_from_a_file(hobbit, dual, tmp_path):
 
 @pytest.mark.parametrize("argv, message", [
     (("nothing.gguf", "-p", "x"), "nothing.gguf does not exist"),
-    (("{dual}", "-p", "x", "--cache", "1"), r"need \d+ bytes"),
-    (("{dual}", "-p", "x", "--cache", "lots"), "cache_bytes is 'lots'"),
-    (("{dual}", "-p", "x", "--t1", "0.9", "--t2", "0.5"), "t1 is 0.9 and t2 is 0.5"),
+    (("{dual}", "-p", "x", "--cache", "5000"), r"--cache is 5000, .* need \d+ bytes"),
+    (("{dual}", "-p", "x", "--cache", "25"), "--cache is '25', which is 25 bytes: give a unit"),
+    (("{dual}", "-p", "x", "--cache", "lots"), "--cache is 'lots'"),
+    (("{dual}", "-p", "x", "--t1", "0.9", "--t2", "0.5"), "--t1 is 0.9 and --t2 is 0.5"),
     (("{dual}", "-p", "x", "--t1", "nan"), "t1 must be"),
     (("{dual}", "-p", "x", "-n", "0"), "--tokens must be at least 1"),
     (("{dual}", "-p", "x", "--ctx", "0"), "--ctx must be at least 1"),
@@ -222,14 +223,36 @@ def test_convert_and_info(hobbit, tmp_path):
     assert hobbit("info", tmp_path / "nothing.gguf")[0] == 1
 
 
+@pytest.mark.parametrize("command", [("run", "-p", "x"), ("doctor", "--no-disk"), ("env", "--cache", "min"), ("verify",)])
+def test_a_pair_that_was_renamed(hobbit, dual, tmp_path, command):
+    for ending in (".gguf", ".experts.gguf"):
+        os.link(dual.with_suffix(ending), tmp_path / f"new{ending}")
+    status, out, err = hobbit(command[0], tmp_path / "new.gguf", *command[1:])
+    assert status == 1 and out == "" and err.count("\n") == 1
+    assert f"its sidecar {tmp_path / dual.stem}.experts.gguf is missing ({tmp_path / 'new'}.experts.gguf is there: a pair keeps the names" in err
+
+
+def test_a_prompt_that_is_no_text(hobbit, dual, tmp_path):
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    assert hobbit("run", dual, "-f", tmp_path / "latin1.txt")[2] == f"error: {tmp_path / 'latin1.txt'} is not valid UTF-8\n"
+    done = subprocess.run([*HOBBIT, "run", str(dual)], input=b"caf\xe9\n", capture_output=True, timeout=60)
+    assert done.returncode == 1 and done.stderr == b"error: standard input is not valid UTF-8\n"
+
+
+def test_a_context_beyond_what_was_trained(hobbit, dual):
+    status, _, err = hobbit("run", dual, "-p", "Once", "-n", 2, "--ctx", 1024, "--cache", "min")
+    assert status == 0 and "warning: --ctx 1024 is more than the 512 tokens" in err
+
+
 def test_bench(hobbit, dual):
     status, out, _ = hobbit("bench", dual, "--against", SOURCE, "--repeat", 1, "--prompt-tokens", 16, "-n", 4, "--threads", 1, "--cache", "30%")
     lines = out.splitlines()
     assert status == 0 and len(lines) == 3 and "decode tok/s" in lines[0]
     assert lines[1].startswith(str(dual)) and "MiB" in lines[1] and lines[2].split()[4:6] == ["-", "-"]
-    status, out, err = hobbit("bench", dual, "--repeat", 1, "--cache", "1")
+    status, out, err = hobbit("bench", dual, "--repeat", 1, "--cache", "5000")
     assert status == 1 and out == "" and re.match(r"error: .*need \d+ bytes", err)
     assert hobbit("bench", dual, "--repeat", 0)[0] == 1
+    assert hobbit("bench", dual, "--prompt-tokens", 300, "-n", 8, "--ctx", 128)[2] == "error: prompt and reply take 308 tokens, more than --ctx 128\n"
 
 
 def test_demo():

@@ -82,7 +82,7 @@ def test_commands(page):
         if any(a in ("...", "…") or "{" in a for a in argv) or argv[0] == "info":
             continue
         try:
-            (convert_parser().parse_args(argv[1:]) if argv[0] == "convert" else _parser().parse_args(argv))
+            (convert_parser("hobbit convert").parse_args(argv[1:]) if argv[0] == "convert" else _parser().parse_args(argv))
         except SystemExit:
             raise AssertionError(f"{page.name}: hobbit {command}") from None
 

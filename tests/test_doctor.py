@@ -57,13 +57,13 @@ def test_a_model_gets_what_was_said(hobbit, dual, flags):
 def test_advice(hobbit, dual, monkeypatch):
     assert report(hobbit, dual, "--no-disk")["model"]["advice"].startswith("all experts fit")
     assert "about 25 % of the experts fit" in hobbit("doctor", dual, "--no-disk", "--cache", "25%")[1]
-    assert "this is refused" in hobbit("doctor", dual, "--no-disk", "--cache", "1000")[1]
+    assert "this is refused" in hobbit("doctor", dual, "--no-disk", "--cache", "10000")[1]
     assert report(hobbit, MODEL, "--no-disk")["model"]["advice"] == "it fits as it is"
     monkeypatch.setattr(memory, "read_memory", lambda: memory.Readings(2**30, 40 * memory.MIB, 0, ()))
     assert report(hobbit, MODEL, "--no-disk")["model"]["advice"] == "it has experts and does not fit: hobbit convert"
 
 
-@pytest.mark.parametrize("argv, message", [(("nothing.gguf",), "does not exist"), (("{dual}", "--cache", "lots"), "cache_bytes is 'lots'"), (("{dual}", "--t1", "nan"), "t1 must be"),
+@pytest.mark.parametrize("argv, message", [(("nothing.gguf",), "does not exist"), (("{dual}", "--cache", "lots"), "--cache is 'lots'"), (("{dual}", "--t1", "nan"), "t1 must be"),
                                            (("{dual}", "--ctx", "2000000000"), "KV cache takes"), ((__file__,), "is not a GGUF file")])
 def test_errors(hobbit, dual, argv, message):
     status, out, err = hobbit("doctor", *(a.format(dual=dual) for a in argv))

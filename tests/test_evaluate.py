@@ -395,7 +395,7 @@ def test_command_says_when_json_does_not_parse(evaluated, dual, monkeypatch):
     (("{dual}", "--text", "{text}", "--ctx", "3"), "--ctx must be at least 4"),
     (("{dual}", "--text", "{text}", "--chunks", "0"), "--chunks must be at least 1"),
     (("{dual}", "--text", "{pairs}", "--ctx", "512"), r"has \d+ tokens, and a chunk takes 512: give a longer text or a smaller --ctx"),
-    (("{dual}", "--text", "{text}", "--t1", "0.9", "--t2", "0.5"), "t1 is 0.9 and t2 is 0.5"),
+    (("{dual}", "--text", "{text}", "--t1", "0.9", "--t2", "0.5"), "--t1 is 0.9 and --t2 is 0.5"),
     (("{source}", "--text", "{text}", "--mode", "worst"), "is an ordinary GGUF, which is served in one way only"),
     (("{source}", "--text", "{text}", "--t1", "0.5"), "is an ordinary GGUF: convert it first"),
 ])

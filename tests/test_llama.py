@@ -139,6 +139,16 @@ def test_values_that_belong_together(dual):
         assert llm.offload_stats()["mode"] == "high"
 
 
+def test_thresholds_one_by_one(dual):
+    with load(dual) as llm:
+        llm.t1, llm.t2 = 0.4, 0.9
+        assert llm.thresholds == (llm.t1, llm.t2) == (0.4, 0.9)
+        with pytest.raises(ValueError, match="t2 must be at least t1"):
+            llm.t2 = 0.1
+    with pytest.raises(TypeError, match="give t1 and t2"):
+        load(dual, thresholds=(0.4, 0.9))
+
+
 def test_settings_in_force(dual):
     given = {"t1": np.float32(0.5), "t2": 0.75, "cache_bytes": "3MiB", "policy": "hobbit", "policy_weights": np.array([1, 2, 0, 0.5]), "low_fraction": 0.25,
              "n_io_threads": np.int64(2), "direct_io": False, "force_miss": True, "prefetch": np.int32(2), "prefetch_copy": "high", "prefetch_ranks": 3,
@@ -269,7 +279,7 @@ def test_paths(dual, tmp_path, monkeypatch):
 def test_damaged_files(dual, tmp_path):
     main, side = tmp_path / "small.gguf", tmp_path / "small.experts.gguf"
     shutil.copy(dual, main)
-    with pytest.raises(ValueError, match="cannot open .*small.experts.gguf: No such file"):
+    with pytest.raises(ValueError, match="its sidecar .*small.experts.gguf is missing"):
         load(main)
     shutil.copy(dual.with_name(side.name), side)
     with pytest.raises(ValueError, match="small.experts.gguf: is a sidecar: name the main file"):

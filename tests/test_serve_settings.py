@@ -82,7 +82,7 @@ def test_errors_of_the_command(hobbit, repo, monkeypatch, argv, message):
 def test_a_port_that_is_taken(hobbit):
     with socket.create_server(("127.0.0.1", 0)) as other:
         status, _, err = hobbit("serve", engine.DEFAULT_MODEL, "--port", other.getsockname()[1])
-    assert status == 1 and err.startswith("error: ") and "ddress already in use" in err and err.count("\n") == 1
+    assert status == 1 and err.startswith("error: ") and "is in use: give another --port" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("missing", ["uvicorn", "fastapi", "pydantic", "prometheus_client"])
