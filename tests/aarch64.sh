@@ -5,7 +5,7 @@
 #
 # Everything lies in build/aarch64; the second run builds what changed. HOBBIT_LLAMA_CPP_SOURCE as for make.
 set -euo pipefail
-trap 'echo "failed; what the build printed is in build/aarch64.log" >&2' ERR
+trap 'echo "failed; what the build printed is in build/aarch64/build.log" >&2' ERR
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python3}
@@ -13,6 +13,8 @@ jobs=${JOBS:-$(nproc)}
 work=build/aarch64
 root=$work/root
 site=$work/site
+log=$work/build.log
+mkdir -p $work
 emulator="$(command -v qemu-aarch64-static || command -v qemu-aarch64)"
 for program in aarch64-linux-gnu-g++ debootstrap dpkg-deb; do
     command -v $program > /dev/null || { echo "error: $program is not installed (see the head of $0)" >&2; exit 1; }
@@ -21,8 +23,8 @@ target=(-DCMAKE_TOOLCHAIN_FILE="$PWD/cmake/aarch64-linux-gnu.cmake" -DCMAKE_BUIL
 
 echo "== libraries"
 cmake -S . -B $work/libraries "${target[@]}" -DHOBBIT_PYTHON="$(command -v "$python")" \
-    -DGGML_NATIVE=OFF -DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod -DCMAKE_INSTALL_PREFIX="$PWD/$work/package" > $work.log
-cmake --build $work/libraries --parallel "$jobs" >> $work.log
+    -DGGML_NATIVE=OFF -DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod -DCMAKE_INSTALL_PREFIX="$PWD/$work/package" > $log
+cmake --build $work/libraries --parallel "$jobs" >> $log
 cmake --install $work/libraries > /dev/null
 cp -r hobbit_cpp/*.py hobbit_cpp/data $work/package/hobbit_cpp/
 cp -r gguf_tools $work/package/
@@ -50,8 +52,8 @@ fi
 on_target() { PYTHONPATH="$PWD/$work/package:$PWD/$site" PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=2 "$emulator" -L $root $root/usr/bin/python3.11 "$@"; }
 
 echo "== core tests"
-cmake -S . -B $work/core-tests "${target[@]}" -DHOBBIT_CORE_TESTS=ON > $work.log
-cmake --build $work/core-tests --parallel "$jobs" >> $work.log
+cmake -S . -B $work/core-tests "${target[@]}" -DHOBBIT_CORE_TESTS=ON > $log
+cmake --build $work/core-tests --parallel "$jobs" >> $log
 "$emulator" -L $root $work/core-tests/hobbit-core-tests
 
 echo "== demo"
