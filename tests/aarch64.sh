@@ -5,7 +5,7 @@
 #   make test-aarch64      needs root (for debootstrap, chroot) and: apt install g++-aarch64-linux-gnu qemu-user-static debootstrap
 #
 # Everything lies in build/aarch64*; the second run builds what changed. HOBBIT_LLAMA_CPP_SOURCE as for make.
-set -euo pipefail
+set -eEuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python3}
@@ -14,7 +14,7 @@ work=$PWD/build/aarch64
 root=$work/root
 tools=$work/tools
 log=$work/build.log
-trap 'echo "failed; what the build printed is in $log" >&2' ERR
+trap 'echo "failed; what builds and downloads print is in $log" >&2' ERR
 for program in aarch64-linux-gnu-g++ qemu-aarch64-static debootstrap dpkg-deb; do
     command -v $program > /dev/null || { echo "error: $program is not installed (see the head of $0)" >&2; exit 1; }
 done
