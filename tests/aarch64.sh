@@ -66,7 +66,7 @@ if [ ! -e "$root/opt/pip" ]; then
 fi
 rm -rf "$root/opt/site" "$root"/opt/wheels/hobbit_cpp-*
 cp "$wheel" "$root/opt/wheels/"
-on_target /usr/bin/python3.11 /opt/pip/pip install --no-index --find-links /opt/wheels --no-compile --quiet --target /opt/site hobbit-cpp
+on_target /usr/bin/python3.11 /opt/pip/pip install --root-user-action ignore --no-index --find-links /opt/wheels --no-compile --quiet --target /opt/site hobbit-cpp
 cat "$root/opt/site/hobbit_cpp/lib/hobbit_build.json"
 
 step "core tests"
