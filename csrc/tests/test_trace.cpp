@@ -7,6 +7,7 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <sys/stat.h>
 #include <unistd.h>
 
 using namespace hob;
@@ -127,9 +128,9 @@ TEST(trace_where_nothing_can_be_written) {
         temp_dir dir;
         // the name is taken by a folder that is not empty: the rename fails
         const std::string path = dir.path + "/t.npy";
-        CHECK_EQ(system(("mkdir -p " + path + "/x").c_str()), 0);
+        CHECK_EQ(mkdir(path.c_str(), 0700) | mkdir((path + "/x").c_str(), 0700), 0);
         CHECK_EQ(t.start(path, 2, two_layers()), "");
         CHECK(!t.stop().empty());
-        CHECK_EQ(system(("rm -r " + path).c_str()), 0);
+        CHECK_EQ(rmdir((path + "/x").c_str()) | rmdir(path.c_str()), 0);
     }
 }
