@@ -14,7 +14,7 @@ from gguf_tools import checksums
 from gguf_tools.checksums import CHUNK, HEADER, Checksums, chunks, header_crc
 from gguf_tools.errors import GGUFError
 from gguf_tools.reader import File, Reader
-from hobbit_cpp import HobbitError, Llama
+from hobbit_cpp import HobbitError
 from hobbit_cpp.convert import convert
 from hobbit_cpp.verify import verify
 from makers import make_model
