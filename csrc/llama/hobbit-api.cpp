@@ -326,6 +326,6 @@ int hobbit_trace_stop(struct hobbit * h) {
     return guarded([&] { return h->engine->trace_stop(); });
 }
 
-const char * hobbit_decode_error(struct hobbit * h) { return h->last_decode_error.c_str(); }
+const char * hobbit_decode_error(struct hobbit * h) { return hobbit_graph_scope::error(h); }
 
 } // extern "C"

@@ -496,6 +496,11 @@ size_t hobbit_extra_nodes(const hobbit * h, uint32_t n_tokens) {
     return n;
 }
 
+// Of each thread: another one may compute with a context of its own as soon as the graph has ended.
+static thread_local struct { const hobbit * of; std::string text; } decode_error;
+
+const char * hobbit_graph_scope::error(const hobbit * h) { return decode_error.of == h ? decode_error.text.c_str() : ""; }
+
 hobbit_graph_scope::hobbit_graph_scope(hobbit * h) : h_(h && h->engine ? h : nullptr) {
     if (h_) {
         h_->engine->begin_graph();
@@ -510,11 +515,11 @@ bool hobbit_graph_scope::end() {
     }
     hobbit * h = h_;
     h_ = nullptr;
-    h->last_decode_error = h->engine->end_graph();
-    if (!h->last_decode_error.empty()) {
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, h->last_decode_error.c_str());
+    decode_error = { h, h->engine->end_graph() };
+    if (!decode_error.text.empty()) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, decode_error.text.c_str());
     }
-    return h->last_decode_error.empty();
+    return decode_error.text.empty();
 }
 
 // --- sizes without loading ---
