@@ -83,6 +83,9 @@ class Soak:
         convert(self.source, self.pair, "keep", "q2_k", threads=1)
         self.stock = llama_cpp.Llama(self.source, **COMMON)
         self.stock.scores[:] = 0  # the whole array is there from now on, not as far as the longest prompt so far
+        pointer = ctypes.pointer(ctypes.c_float())
+        for n in range(1, COMMON["n_batch"] + 1):  # with logits_all llama-cpp-python has ctypes make types for each length of a batch, which stay
+            np.ctypeslib.as_array(pointer, shape=(n * self.stock.n_vocab(),))
         self.words = (DATA / "sample.txt").read_text(encoding="utf-8").split()
         self.tokens = 0
 
@@ -221,6 +224,19 @@ class Soak:
 _libc = ctypes.CDLL(None)
 
 
+class Mallinfo(ctypes.Structure):  # struct mallinfo2 of glibc
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+def in_use():
+    """Bytes that somebody has from malloc (0 where it does not tell), and blocks of Python's own allocator."""
+    if not hasattr(_libc, "mallinfo2"):
+        return 0, sys.getallocatedblocks()
+    _libc.mallinfo2.restype = Mallinfo
+    info = _libc.mallinfo2()
+    return info.uordblks + info.hblkhd, sys.getallocatedblocks()
+
+
 def memory():
     """Resident bytes that are no file's, after everything that can be freed was."""
     gc.collect()
@@ -245,7 +261,7 @@ def main():
         try:
             while time.monotonic() < end or len(sizes) < 5:
                 soak.cycle(a.uses)
-                sizes.append((memory(), len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))))
+                sizes.append((memory(), len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task")), *in_use()))
                 if sys.stderr.isatty():
                     print(f"\rcycle {len(sizes)}: {sizes[-1][0] / 2**20:.1f} MiB, {soak.tokens} tokens ", end="", file=sys.stderr, flush=True)
         except (Failed, HobbitError, RuntimeError, ValueError):
@@ -258,6 +274,8 @@ def main():
     leaked = [x for x in (1, 2, 3) if statistics.median(s[x] for s in counted[-part:]) > statistics.median(s[x] for s in counted[:part])]
     print(json.dumps({"seconds": round(time.monotonic() - began), "cycles": len(sizes), "tokens": soak.tokens, "uses": soak.done,
                       "memory_MiB": [round(statistics.median(s[0] for s in sizes[i:i + part]) / 2**20, 2) for i in range(0, len(sizes), part)],
+                      "malloc_MiB": [round(statistics.median(s[4] for s in sizes[i:i + part]) / 2**20, 2) for i in range(0, len(sizes), part)],
+                      "python_blocks": [int(statistics.median(s[5] for s in sizes[i:i + part])) for i in range(0, len(sizes), part)],
                       "memory_first": int(first), "memory_last": int(last), "growth_percent": round(growth, 3),
                       "more_of": [("", "files", "python threads", "threads")[x] for x in leaked]}))
     return status or int(growth > a.growth or bool(leaked))

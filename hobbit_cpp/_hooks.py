@@ -6,6 +6,7 @@ the hooks do nothing more in this forward pass, and take_error() hands it to who
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import numpy as np
@@ -16,8 +17,15 @@ PRECISIONS = ("skip", "low", "high")  # the index is enum hobbit_precision
 EVENTS = ("hit", "load", "evict", "skip", "prefetch", "cpu")  # enum hobbit_event_kind
 
 
+class _Memory:
+    """The engine's own memory, for numpy.asarray(). np.ctypeslib.as_array() has ctypes make types for each shape, and it keeps them for good."""
+
+    def __init__(self, pointer, shape):
+        self.__array_interface__ = {"version": 3, "data": (ctypes.addressof(pointer.contents), False), "shape": shape, "typestr": np.dtype(pointer._type_).str}
+
+
 def _array(pointer, n_tokens: int, n_used: int) -> np.ndarray:
-    return np.ctypeslib.as_array(pointer, (n_tokens, n_used))
+    return np.asarray(_Memory(pointer, (n_tokens, n_used)))
 
 
 class Hooks:

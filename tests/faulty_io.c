@@ -1,11 +1,12 @@
-// faulty_io.c - LD_PRELOADed into a process: reads of files whose path contains a text fail, come short, are interrupted or slow.
-// Tests set it through ctypes; calls of the C library that it stands in for: pread, pread64, read, fread.
+// faulty_io.c - LD_PRELOADed into a process: reads of files whose path contains a text fail, come short, are interrupted or slow; memory
+// runs out. Tests set it through ctypes; what it stands in for: pread, pread64, read, fread of the C library, and C++'s operator new.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
@@ -120,4 +121,21 @@ size_t fread(void * to, size_t size, size_t count, FILE * f) {
     size_t n = size * count;
     const ssize_t r = kind == NONE || kind == SHORT || kind == INTERRUPT ? -2 : fault(fileno(f), ftell(f), &n);
     return r == -2 ? real(to, size, count, f) : 0;
+}
+
+// The n-th operator new (from 1 on) of the thread that asks for it throws std::bad_alloc. 0: none does.
+static _Thread_local long refused;
+
+void memory_refuse(long n) { refused = n; }
+
+long memory_left(void) { return refused; } // allocations until then; 0: it has been
+
+_Noreturn void _ZSt17__throw_bad_allocv(void); // libstdc++
+
+void * _Znwm(size_t n) { // operator new(unsigned long)
+    void * p = refused > 0 && --refused == 0 ? NULL : malloc(n > 0 ? n : 1);
+    if (!p) {
+        _ZSt17__throw_bad_allocv();
+    }
+    return p;
 }

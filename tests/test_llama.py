@@ -464,6 +464,22 @@ def test_event_hook_agrees_with_statistics(dual):
     assert {p for k, _, _, p, _ in events if k == "skip"} == {"skip"} and {p for k, _, _, p, _ in events if k == "load"} == {"high", "low"}
 
 
+def test_hooks_leave_no_types_behind(dual):
+    """ctypes keeps every type that numpy.ctypeslib.as_array() has it make: one for each length of a batch."""
+    def types():
+        gc.collect()
+        return sum(isinstance(x, type(ctypes.c_int * 1)) for x in gc.get_objects())
+
+    with load(dual, cache_bytes="30%") as llm:
+        llm.set_hooks(select=lambda *_: None, prefetch=lambda *_: None)
+        llm.eval([1, 2, 3])
+        before = types()
+        for n in range(4, 20):
+            llm.reset()
+            llm.eval([1] * n)
+        assert types() == before
+
+
 def test_prefetch_from_a_hook(dual):
     with load(dual, cache_bytes="60%") as llm:
         llm.set_hooks(prefetch=lambda layer, experts, weights: layer < 5 and [llm.prefetch(layer + 1, e) for e in range(2)])

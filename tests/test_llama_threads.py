@@ -181,6 +181,36 @@ def test_statistics_while_it_is_closed(dual):
         assert len(seen) > 1 and "was closed" in seen[-1]
 
 
+def test_other_threads_steer_while_it_runs(dual, tmp_path):
+    """Statistics, prefetches, settings and traces of other threads change no text. Two threads compute."""
+    with load(dual, cache_bytes="25%", t1=1.0, n_threads=2, n_threads_batch=2, prefetch=1) as llm:
+        expected, stop, errors = [text(llm, 12, prompt=p) for p in (PROMPT, LONG)], threading.Event(), []
+
+        def steer(step):
+            try:
+                while not stop.wait(0.001):
+                    step()
+            except BaseException as error:
+                errors.append(error)
+
+        def trace():
+            with llm.trace(tmp_path / "t.npy"):
+                stop.wait(0.01)
+
+        numbers = np.random.default_rng(1)
+        steps = (lambda: llm.offload_stats(), lambda: llm.prefetch(int(numbers.integers(2)), int(numbers.integers(8)), "low"),
+                 lambda: llm.set_policy(("lru", "lfu", "hobbit", "lcu")[numbers.integers(4)]), lambda: setattr(llm, "thresholds", (1.0, 1.0)), trace)
+        threads = [threading.Thread(target=steer, args=(step,)) for step in steps]
+        for t in threads:
+            t.start()
+        got = [[text(llm, 12, prompt=p) for p in (PROMPT, LONG)] for _ in range(3)]
+        stop.set()
+        for t in threads:
+            t.join()
+        assert not errors and got == [expected] * 3
+        assert np.load(tmp_path / "t.npy").dtype.names == ("seq", "pos", "layer", "expert", "weight")
+
+
 @pytest.mark.parametrize("what", ["close", "set_hooks"])
 def test_hooks_must_leave_the_model_alone(dual, what):
     with load(dual, cache_bytes="50%") as llm:

@@ -119,8 +119,9 @@ void engine::begin_graph() {
     graph_mutex_.lock();
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     error_.clear();
+    lost_ = false;
     loader_.clear_error();
-    aborted_ = broken_ = false;
+    aborted_ = false;
     pass_++;
     graph_t0_ = now_us();
 }
@@ -155,10 +156,10 @@ void engine::fail(const std::string & why) {
     }
 }
 
-void engine::give_up_graph(const std::string & why) {
+void engine::fail(const std::exception & e) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    broken_ = true;
-    fail(why);
+    fail(reason(e));
+    lost_ = true;
 }
 
 bool engine::aborted(bool ask_now) {
@@ -193,6 +194,19 @@ policy_context engine::context_for(int group) const {
 }
 
 void engine::route(const route_request & req, int wave, const route_result & out) {
+    try {
+        if (lost_) { // plan and layer_ may be those of another step
+            fill_none(req, out);
+        } else {
+            serve(req, wave, out);
+        }
+    } catch (const std::exception & e) {
+        fail(e);
+        fill_none(req, out);
+    }
+}
+
+void engine::serve(const route_request & req, int wave, const route_result & out) {
     const int64_t t0 = now_us();
     hobbit_hooks hooks; // called without the lock: other threads may set others meanwhile
     hobbit * handle;
@@ -204,9 +218,6 @@ void engine::route(const route_request & req, int wave, const route_result & out
     aborted(hooks.select || hooks.prefetch || hooks.event);
     {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
-        if (broken_) {
-            throw std::runtime_error(error_);
-        }
         if (wave == 0) {
             finish_step();
             if (req.first) {
@@ -245,11 +256,18 @@ void engine::route(const route_request & req, int wave, const route_result & out
     if (!at_once_) {
         before(wave, req.compute);
     }
-    fill(wave, out);
+    if (error_.empty()) {
+        fill(wave, out);
+    } else {
+        fill_none(req, out);
+    }
 }
 
 // Compute waits for what the link brings for that wave, hits whose load was queued ahead included.
 void engine::before(int wave, void * compute) {
+    if (lost_) {
+        return;
+    }
     const int gi = layout_.layers[layer_].group;
     if (!layout_.groups[gi].has_link()) {
         return;
@@ -329,7 +347,8 @@ int engine::find_victim(pool & p, int layer, int copy, bool must) {
     return s;
 }
 
-// The slot is this expert's from now on. What a large batch loads beyond its layer's share is streamed.
+// The slot is this expert's from now on. What a large batch loads beyond its layer's share is streamed. Until the load has been
+// submitted the slot counts as one whose load failed: an exception before that leaves nobody's bytes under this expert's name.
 slot & engine::occupy(pool & p, int s, int layer, int expert, int copy) {
     slot & x = p.at(s);
     const bool streamed = bulk_ && (!x.free() || !has_share(p, layer));
@@ -339,6 +358,7 @@ slot & engine::occupy(pool & p, int s, int layer, int expert, int copy) {
     }
     p.assign(s, layer, expert);
     p.set_streamed(s, streamed);
+    x.load.failed.store(true, std::memory_order_relaxed);
     x.last_clock = clock_;
     x.last_pass  = pass_;
     return x;
@@ -348,9 +368,25 @@ slot & engine::occupy(pool & p, int s, int layer, int expert, int copy) {
 // when the wave's turn has come.
 bool engine::issue(int wave, bool must) {
     std::vector<load_request> loads;
+    loads.reserve(plans_.size()); // what has got a slot finds room here
+    bool ok;
+    try {
+        ok = place(wave, must, loads);
+    } catch (...) {
+        loader::refuse(loads);
+        throw;
+    }
+    if (!loads.empty()) {
+        issued_us_ = now_us();
+        loader_.submit(PRIORITY_DEMAND, loads);
+    }
+    return ok;
+}
+
+// Slots for the loads of a wave.
+bool engine::place(int wave, bool must, std::vector<load_request> & loads) {
     const layer_layout & l = layout_.layers[layer_];
     hobbit_stats & st = stats_[layer_];
-    bool ok = true;
     for (expert_plan & p : plans_) {
         if (!p.load || p.wave != wave || p.slot >= 0) {
             continue;
@@ -358,8 +394,7 @@ bool engine::issue(int wave, bool must) {
         pool & pl = pool_of(layer_, p.copy);
         const int s = find_victim(pl, layer_, p.copy, must);
         if (s < 0) {
-            ok = false;
-            break;
+            return false;
         }
         slot & x = occupy(pl, s, layer_, p.expert, p.copy);
         x.pins = 1;
@@ -374,11 +409,7 @@ bool engine::issue(int wave, bool must) {
             event(HOBBIT_EVENT_LOAD, layer_, p.expert, p.copy, s);
         }
     }
-    if (!loads.empty()) {
-        issued_us_ = now_us();
-        loader_.submit(PRIORITY_DEMAND, loads);
-    }
-    return ok;
+    return true;
 }
 
 // Where the bytes of a load come from.
@@ -415,14 +446,13 @@ bool engine::wait(int wave, load_part part) {
 }
 
 void engine::fill(int wave, const route_result & out) {
-    const bool failed = !error_.empty();
     const group_layout & g = layout_.groups[layout_.layers[layer_].group];
     const auto slots = [&](const expert_plan & p, size_t i) {
-        const bool here = !failed && p.slot >= 0 && p.wave == wave;
+        const bool here = p.slot >= 0 && p.wave == wave;
         out.high[i] = here && p.copy == COPY_HIGH ? p.slot : -1;
         out.low[i]  = here && p.copy == COPY_LOW ? p.slot : -1;
         if (out.kept) {
-            out.kept[i] = !failed && p.copy >= 0 ? p.expert : -1;
+            out.kept[i] = p.copy >= 0 ? p.expert : -1;
         }
     };
     if (out.by_expert) {
@@ -440,7 +470,22 @@ void engine::fill(int wave, const route_result & out) {
         out.units[i] = p.units > 0 ? p.units : g.n_units;
         out.tail[i]  = p.units * g.unit;
         for (int c = 0; c < N_COPIES; ++c) {
-            out.cpu[c][i] = !failed && p.cpu && p.copy == c ? experts_[i] : -1;
+            out.cpu[c][i] = p.cpu && p.copy == c ? experts_[i] : -1;
+        }
+    }
+}
+
+// No expert. Whatever the plan is: it may be that of another layer.
+void engine::fill_none(const route_request & req, const route_result & out) {
+    const size_t n = out.by_expert ? layout_.layers[req.layer].n_expert : (size_t) req.n_tokens * req.n_used;
+    for (int32_t * plane : { out.high, out.low, out.kept, out.cpu[COPY_HIGH], out.cpu[COPY_LOW] }) {
+        if (plane) {
+            std::fill_n(plane, n, -1);
+        }
+    }
+    for (int32_t * plane : { out.units, out.tail }) {
+        if (plane) {
+            std::fill_n(plane, n, 0);
         }
     }
 }
@@ -487,6 +532,7 @@ void engine::look_ahead() {
             known = uses(next, e) > 0;
         }
         std::vector<load_request> loads;
+        loads.reserve(left);
         for (int e = 0; e < l.n_expert && left > 0; ++e) {
             if ((!known || uses(next, e) > 0) && pool_of(next, COPY_HIGH).find(next, e) < 0) {
                 left = load_ahead(next, e, COPY_HIGH, false, loads) ? left - 1 : 0;
@@ -501,7 +547,7 @@ int engine::prefetch(int layer, int expert, int copy) {
     if (layer < 0 || layer >= (int) layout_.layers.size() || expert < 0 || expert >= layout_.layers[layer].n_expert || copy < 0 || copy >= N_COPIES) {
         return -1;
     }
-    if (layer == layer_ && n_waves_ > 0 && plan_of_[expert] >= 0) {
+    if (lost_ || (layer == layer_ && n_waves_ > 0 && plan_of_[expert] >= 0)) {
         return 0; // it is being served right now
     }
     pool_of(layer, copy).forget_ahead(); // what it brings may be needed less than what was to go
@@ -521,14 +567,17 @@ void engine::submit_ahead(const std::vector<load_request> & loads) {
     queued_ahead_ = queued_ahead_ || !loads.empty();
 }
 
-// False: there is no slot to spare. What a link brings is appended to loads, for submit_ahead().
-bool engine::load_ahead(int layer, int expert, int copy, bool same_layer, std::vector<load_request> & loads) {
+// False: there is no slot to spare. What a link brings is appended to by_link, for submit_ahead().
+bool engine::load_ahead(int layer, int expert, int copy, bool same_layer, std::vector<load_request> & by_link) {
     // leave the slots that one token can need
     pool & pl = pool_of(layer, copy);
     group_layout & g = layout_.groups[layout_.layers[layer].group];
     if (pl.n_idle(g.n_used + 1, false) <= g.n_used) {
         return false;
     }
+    std::vector<load_request> one;
+    std::vector<load_request> & loads = g.has_link() ? by_link : one;
+    loads.reserve(loads.size() + 1); // before anything is taken
     const int s = find_victim(pl, layer, copy, false);
     if (s < 0 || (!same_layer && pl.at(s).layer == layer)) {
         return false; // one expert of that layer for another gains nothing
@@ -539,12 +588,10 @@ bool engine::load_ahead(int layer, int expert, int copy, bool same_layer, std::v
     stats_[layer].bytes_read     += g.expert_bytes(copy);
     stats_[layer].bytes_prefetch += g.expert_bytes(copy);
     event(HOBBIT_EVENT_PREFETCH, layer, expert, copy, s);
-    load_request request = { &layout_.layers[layer], &g, copy, expert, s, &x.load, 0, layer };
-    from_host(request);
-    if (g.has_link()) {
-        loads.push_back(request);
-    } else {
-        loader_.submit(PRIORITY_PREFETCH, { request }); // at once: the slot counts as loading from now on
+    loads.push_back({ &layout_.layers[layer], &g, copy, expert, s, &x.load, 0, layer });
+    from_host(loads.back());
+    if (!g.has_link()) {
+        loader_.submit(PRIORITY_PREFETCH, loads); // at once: the slot counts as loading from now on
     }
     return true;
 }

@@ -22,7 +22,9 @@
 #include "share.h"
 #include "trace.h"
 
+#include <exception>
 #include <mutex>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -57,6 +59,9 @@ struct route_result {
     int32_t * tail  = nullptr; // first index of the inner width that the CPU computes
     bool by_expert = false;    // then there is no CPU's part
 };
+
+// In so few letters that a std::string holds them without memory of its own.
+inline const char * reason(const std::exception & e) { return dynamic_cast<const std::bad_alloc *>(&e) ? "no memory left" : e.what(); }
 
 class engine {
   public:
@@ -103,13 +108,14 @@ class engine {
     void begin_graph();
     std::string end_graph(); // "" or why the results of this graph are worthless
 
+    // Throws nothing: where memory runs out the graph has failed, and out has no experts.
     void route(const route_request & req, int wave, const route_result & out);
     void arrive(int wave, void * compute); // at_once(): compute waits for the loads of that wave
     void cpu_begins();
     void rank_ahead(); // while the CPU computes
     void cpu_done();
     void fail(const std::string & why); // the running graph
-    void give_up_graph(const std::string & why); // route() threw: what it planned is not to be relied on, no layer is planned any more
+    void fail(const std::exception & e); // and nothing more of it is served
     void wait_late(int wave, const int32_t * high_in, const int32_t * low_in, int32_t * high, int32_t * low, int n);
 
     // Whether to end the running graph is asked on the computing thread, every ASK_US at most and before hooks. Set while no
@@ -168,6 +174,7 @@ class engine {
 
     static constexpr int64_t ASK_US = 50000;
 
+    void serve(const route_request & req, int wave, const route_result & out);
     void plan(const route_request & req);
     void select(const route_request & req);
     void bound_skips();
@@ -179,6 +186,7 @@ class engine {
     uint32_t uses(int layer, int expert) const;
     uint64_t part_bytes(const expert_plan & p) const;
     uint64_t cpu_bytes(const expert_plan & p) const;
+    bool place(int wave, bool must, std::vector<load_request> & loads);
     bool issue(int wave, bool must);
     int  find_victim(pool & p, int layer, int copy, bool must);
     slot & occupy(pool & p, int s, int layer, int expert, int copy);
@@ -200,6 +208,7 @@ class engine {
     bool wait(int wave, load_part part);
     void before(int wave, void * compute);
     void fill(int wave, const route_result & out);
+    void fill_none(const route_request & req, const route_result & out);
     void finish_wave(int wave);
     void finish_step();
     void from_host(load_request & r);
@@ -222,7 +231,6 @@ class engine {
     void *             abort_user_ = nullptr;
     int64_t            asked_us_ = 0;
     bool               aborted_  = false; // the running graph; changed by its thread
-    bool               broken_   = false; // give_up_graph()
     loader::give_up_fn give_up_ = [this] { return aborted(); };
 
     std::vector<hobbit_stats> stats_; // [layer]
@@ -244,6 +252,7 @@ class engine {
     int64_t  graph_t0_   = 0;
     int64_t  read_base_  = 0; // loader's busy time at the last reset
     std::string error_;
+    bool lost_ = false; // an exception left the running step's records or plan unfinished: nothing more of this graph is served
 
     // the running step
     int layer_ = -1;

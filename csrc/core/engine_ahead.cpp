@@ -75,6 +75,7 @@ void engine::follow_up(int next, int ahead) {
         }
     }
     std::vector<guess> & guesses = guesses_[next];
+    guesses.reserve(guesses.size() + wishes.size()); // what gets a slot or is held is noted
     for (guess & old : guesses) {
         if (std::none_of(wishes.begin(), wishes.end(), [&](const wish & w) { return w.expert == old.expert; })) {
             give_up(next, old);
@@ -97,8 +98,10 @@ void engine::follow_up(int next, int ahead) {
         left[c] = room(pool_of(next, c), next, (int) wishes.size());
     }
     std::vector<load_request> by_link;
+    by_link.reserve(wishes.size());
     for (const wish & w : wishes) {
-        guess x = { ahead, w.expert, copy_for(w) };
+        guesses.push_back({ ahead, w.expert, copy_for(w) });
+        guess & x = guesses.back();
         const int high = pool_of(next, COPY_HIGH).find(next, w.expert);
         const int low  = pool_of(next, COPY_LOW).find(next, w.expert);
         const bool there = high >= 0 || x.copy < 0 || (low >= 0 && x.copy == COPY_LOW);
@@ -113,7 +116,6 @@ void engine::follow_up(int next, int ahead) {
                 load_guess(next, x, left, by_link);
             }
         }
-        guesses.push_back(x);
     }
     submit_ahead(by_link);
 }
@@ -141,6 +143,9 @@ void engine::load_guess(int layer, guess & x, int * left, std::vector<load_reque
     }
     left[x.copy]--;
     group_layout & g = layout_.groups[pl.group()];
+    std::vector<load_request> one;
+    std::vector<load_request> & loads = g.has_link() ? by_link : one;
+    loads.reserve(loads.size() + 1); // before anything is taken
     slot & to = occupy(pl, s, layer, x.expert, x.copy);
     to.prefetched = to.guessed = to.held = true;
     x.slot   = s;
@@ -152,12 +157,10 @@ void engine::load_guess(int layer, guess & x, int * left, std::vector<load_reque
     st.bytes_prefetch  += x.bytes;
     st.bytes_predicted += x.bytes;
     event(HOBBIT_EVENT_PREFETCH, layer, x.expert, x.copy, s);
-    load_request request = { &layout_.layers[layer], &g, x.copy, x.expert, s, &to.load, 0, layer };
-    from_host(request);
-    if (g.has_link()) {
-        by_link.push_back(request);
-    } else {
-        loader_.submit(PRIORITY_GUESS, { request });
+    loads.push_back({ &layout_.layers[layer], &g, x.copy, x.expert, s, &to.load, 0, layer });
+    from_host(loads.back());
+    if (!g.has_link()) {
+        loader_.submit(PRIORITY_GUESS, loads);
     }
 }
 

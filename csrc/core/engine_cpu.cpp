@@ -18,7 +18,7 @@ void engine::cpu_begins() {
 void engine::rank_ahead() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     const int next = layer_ + 1;
-    if (next >= (int) layout_.layers.size() || records_.learns() || params_.prefetch != 0 || params_.force_miss || bulk_) {
+    if (lost_ || next >= (int) layout_.layers.size() || records_.learns() || params_.prefetch != 0 || params_.force_miss || bulk_) {
         return;
     }
     const auto hold = [&](int more) { // this layer's slots are free to go then, but for those that will be empty
@@ -30,8 +30,13 @@ void engine::rank_ahead() {
     };
     policy_context ctx = context_for(layout_.layers[next].group);
     ctx.layer = next;
+    pool & pl = pool_of(next, COPY_HIGH);
     hold(-1);
-    pool_of(next, COPY_HIGH).rank_ahead(*policy_, ctx);
+    try {
+        pl.rank_ahead(*policy_, ctx);
+    } catch (const std::bad_alloc &) { // it is done in its turn, if there is memory then
+        pl.forget_ahead();
+    }
     hold(1);
 }
 
@@ -42,6 +47,9 @@ void engine::cpu_done() {
     served s;
     {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
+        if (lost_) {
+            return;
+        }
         link = layout_.groups[layout_.layers[layer_].group].banks[COPY_HIGH][0].link;
         for (const expert_plan & p : plans_) {
             if (p.cpu) {

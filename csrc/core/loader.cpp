@@ -88,22 +88,26 @@ void loader::add_part(const load_request & r, int proj, bool by_link, std::vecto
 void loader::submit(load_priority priority, const std::vector<load_request> & loads) {
     if (threads_.empty()) {
         for (const load_request & r : loads) {
-            r.state->failed = false;
+            r.state->failed.store(false, std::memory_order_relaxed);
         }
         return;
     }
     try {
         queue(priority, loads);
     } catch (...) {
-        for (const load_request & r : loads) {
-            for (load_state * s : { r.state, r.host_busy }) {
-                if (s) {
-                    s->failed = true;
-                    s->pending[PART_EARLY] = s->pending[PART_LATE] = 0;
-                }
+        refuse(loads);
+        throw;
+    }
+}
+
+void loader::refuse(const std::vector<load_request> & loads) {
+    for (const load_request & r : loads) {
+        for (load_state * state : { r.state, r.host_busy }) {
+            for (int part = 0; state && part < N_PARTS; ++part) {
+                state->failed.store(true, std::memory_order_relaxed);
+                state->pending[part].store(0, std::memory_order_relaxed);
             }
         }
-        throw;
     }
 }
 
@@ -153,21 +157,14 @@ void loader::queue(load_priority priority, const std::vector<load_request> & loa
             }
         }
     }
-    if (pieces[PART_EARLY].empty() && pieces[PART_LATE].empty()) {
+    std::vector<load_piece> & all = pieces[PART_EARLY];
+    all.insert(all.end(), pieces[PART_LATE].begin(), pieces[PART_LATE].end());
+    if (all.empty()) {
         return;
     }
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        auto & to = queue_[priority];
-        const size_t before = to.size();
-        try {
-            for (auto & part : pieces) {
-                to.insert(to.end(), part.begin(), part.end());
-            }
-        } catch (...) { // all of it or nothing
-            to.erase(to.begin() + before, to.end());
-            throw;
-        }
+        queue_[priority].insert(queue_[priority].end(), all.begin(), all.end()); // all of them or none
     }
     work_.notify_all();
 }
@@ -175,10 +172,13 @@ void loader::queue(load_priority priority, const std::vector<load_request> & loa
 void loader::promote(load_state & state) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto mine = [&](const load_piece & p) { return p.state == &state; };
+    std::vector<load_piece> moved;
     for (load_priority q : { PRIORITY_PREFETCH, PRIORITY_GUESS }) {
-        auto & from = queue_[q];
-        std::copy_if(from.begin(), from.end(), std::back_inserter(queue_[PRIORITY_DEMAND]), mine);
-        from.erase(std::remove_if(from.begin(), from.end(), mine), from.end());
+        std::copy_if(queue_[q].begin(), queue_[q].end(), std::back_inserter(moved), mine);
+    }
+    queue_[PRIORITY_DEMAND].insert(queue_[PRIORITY_DEMAND].end(), moved.begin(), moved.end()); // all of them or none
+    for (load_priority q : { PRIORITY_PREFETCH, PRIORITY_GUESS }) {
+        queue_[q].erase(std::remove_if(queue_[q].begin(), queue_[q].end(), mine), queue_[q].end());
     }
     work_.notify_all(); // threads may have left guesses alone
 }
@@ -307,7 +307,7 @@ void loader::run(uint8_t * scratch) {
         if (!err.empty()) {
             piece.state->failed.store(true, std::memory_order_release);
             if (error_.empty()) {
-                error_ = err;
+                error_ = std::move(err);
             }
         }
         if (--in_flight_ == 0) {

@@ -76,8 +76,11 @@ class loader {
     ~loader(); // finishes the pieces in flight, drops the others
 
     // Queue loads that are needed at the same time. On-demand copies from host memory to a bank with a link are
-    // queued there at once; the others go through the threads. What it throws leaves all of them failed.
+    // queued there at once; the others go through the threads. Throws std::bad_alloc: then all of them have failed.
     void submit(load_priority priority, const std::vector<load_request> & loads);
+
+    // Loads that nobody submits any more have failed.
+    static void refuse(const std::vector<load_request> & loads);
 
     // Move what is left of a queued prefetch to the on-demand queue.
     void promote(load_state & state);

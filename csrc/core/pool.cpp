@@ -135,7 +135,6 @@ void pool::assign(int s, int layer, int expert) {
     kept_[in_group_[layer]]++;
     x.layer  = layer;
     x.expert = expert;
-    x.load.failed = true; // until its load has been submitted
     x.prefetched = x.guessed = x.held = false;
     where_[index(layer, expert)] = s;
 }

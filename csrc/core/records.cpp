@@ -21,10 +21,10 @@ void records::begin(const void * context, const int32_t * seq, const int32_t * p
     for (int t = 0; t < n_tokens; ++t) {
         sequence_records & s = sequences_[{ context, seq[t] }];
         if (s.experts.empty()) {
-            s.experts.resize(offset_.back());
             if (succession_) {
                 succession_->start(s.succession);
             }
+            s.experts.resize(offset_.back()); // last: it says that the sequence is known
         }
         if (pos[t] == 0) {
             s.tokens = 0;

@@ -317,7 +317,7 @@ HOBBIT_API void hobbit_reset_stats(struct hobbit * h);
 HOBBIT_API int  hobbit_trace_start(struct hobbit * h, const char * path);
 HOBBIT_API int  hobbit_trace_stop(struct hobbit * h);
 
-// Error of the last failed forward pass of this model, "" if the last one succeeded; valid until the thread's next call of this.
+// Why this thread's last forward pass failed, "" if it succeeded or was one of another model. Valid until the thread's next.
 HOBBIT_API const char * hobbit_decode_error(struct hobbit * h);
 
 // --- simulation ------------------------------------------------------------------------------

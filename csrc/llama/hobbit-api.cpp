@@ -31,6 +31,16 @@ int fail(const std::string & why) {
     return -1;
 }
 
+// An exception (there is no memory, say) must not pass through C. f gives why it failed, or "".
+template <class F> int guarded(const F & f) {
+    try {
+        const std::string err = f();
+        return err.empty() ? 0 : fail(err);
+    } catch (const std::exception & e) {
+        return fail(hob::reason(e));
+    }
+}
+
 std::string number(double x) {
     char buf[32];
     snprintf(buf, sizeof(buf), "%g", x);
@@ -250,8 +260,10 @@ int hobbit_set_policy(struct hobbit * h, int32_t policy, const float * weights) 
     if (policy == HOBBIT_POLICY_FOLLOW && !h->engine->learns()) {
         return fail("policy follow learns from the load on, in memory that is part of the budget: load the model with it");
     }
-    h->engine->set_policy(policy, weights);
-    return 0;
+    return guarded([&] {
+        h->engine->set_policy(policy, weights);
+        return std::string();
+    });
 }
 
 void hobbit_set_hooks(struct hobbit * h, const struct hobbit_hooks * hooks) { h->engine->set_hooks(hooks ? *hooks : hobbit_hooks{}, h); }
@@ -270,10 +282,12 @@ int hobbit_prefetch(struct hobbit * h, int32_t layer, int32_t expert, int32_t pr
         return fail("precision is " + std::to_string(precision) + ": it must be 1 (low) or 2 (high)");
     }
     int r = 0;
-    try {
+    const int err = guarded([&] {
         r = h->engine->prefetch(layer, expert, precision == HOBBIT_HIGH ? hob::COPY_HIGH : hob::COPY_LOW);
-    } catch (const std::exception & e) {
-        return fail(e.what());
+        return std::string();
+    });
+    if (err < 0) {
+        return err;
     }
     return r < 0 ? fail("layer " + std::to_string(layer) + ", expert " + std::to_string(expert) + ": no such expert") : r;
 }
@@ -305,23 +319,13 @@ int hobbit_get_layer_block(struct hobbit * h, int32_t layer) {
 void hobbit_reset_stats(struct hobbit * h) { h->engine->reset_stats(); }
 
 int hobbit_trace_start(struct hobbit * h, const char * path) {
-    try {
-        const std::string err = h->engine->trace_start(path);
-        return err.empty() ? 0 : fail(err);
-    } catch (const std::exception & e) {
-        return fail(e.what());
-    }
+    return guarded([&] { return h->engine->trace_start(path); });
 }
 
 int hobbit_trace_stop(struct hobbit * h) {
-    const std::string err = h->engine->trace_stop();
-    return err.empty() ? 0 : fail(err);
+    return guarded([&] { return h->engine->trace_stop(); });
 }
 
-const char * hobbit_decode_error(struct hobbit * h) {
-    static thread_local std::string why;
-    why = h->decode_error();
-    return why.c_str();
-}
+const char * hobbit_decode_error(struct hobbit * h) { return hobbit_graph_scope::error(h); }
 
 } // extern "C"

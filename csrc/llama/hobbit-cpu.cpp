@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <vector>
 
 namespace {
@@ -161,20 +162,30 @@ void multiply(const operands & o, const job & j, int64_t from, int64_t to, scrat
     }
 }
 
+int prepare(const operands & o, int n_threads, scratch & s) {
+    const int n_pieces = list_jobs(o, n_threads, s);
+    s.ready.assign((size_t) hob::N_COPIES * o.n_x_rows(), false);
+    if (!s.jobs.empty()) {
+        s.rows.resize(std::max(s.rows.size(), s.ready.size() * s.jobs[0].bank->ne[0] * sizeof(float)));
+    }
+    return n_pieces;
+}
+
 void compute(ggml_tensor * dst, int ith, int nth, void * userdata) {
     hobbit_cpu_op & op = *(hobbit_cpu_op *) userdata;
     static thread_local scratch s;
     ggml_tensor ** args = dst->src + (dst->view_src ? 1 : 0);
     const operands o = { op, dst, args[0], args[1], (int) dst->ne[1], (int) dst->ne[2] };
-    if (ith == 0 && !op.down && op.engine) {
+    if (ith == 0 && !op.down && op.timed) {
         op.engine->cpu_begins();
         op.engine->rank_ahead();
     }
-    const int n_pieces = list_jobs(o, nth, s);
     clear(o, ith, nth);
-    s.ready.assign((size_t) hob::N_COPIES * o.n_x_rows(), false);
-    if (!s.jobs.empty()) {
-        s.rows.resize(std::max(s.rows.size(), s.ready.size() * s.jobs[0].bank->ne[0] * sizeof(float)));
+    int n_pieces = 0;
+    try {
+        n_pieces = prepare(o, nth, s);
+    } catch (const std::exception & e) { // must not pass through ggml
+        op.engine->fail(e);
     }
     for (int k = op.next++; k < n_pieces; k = op.next++) {
         const job & j = *(std::upper_bound(s.jobs.begin(), s.jobs.end(), k, [](int piece, const job & x) { return piece < x.first; }) - 1);
@@ -184,7 +195,7 @@ void compute(ggml_tensor * dst, int ith, int nth, void * userdata) {
     if (++op.finished == nth) { // the last one
         op.next     = 0;
         op.finished = 0;
-        if (op.down && op.engine) {
+        if (op.down && op.timed) {
             op.engine->cpu_done();
         }
     }

@@ -20,7 +20,8 @@ struct ggml_type_traits_cpu;
 const ggml_type_traits_cpu * hobbit_cpu_traits(ggml_type type);
 
 struct hobbit_cpu_op {
-    hob::engine * engine; // told when the first operation of a layer begins and when down is done; null: nobody is
+    hob::engine * engine;
+    bool    timed;      // the engine is told when the first operation of a layer begins and when down is done
     const ggml_tensor * bank[hob::MAX_PROJ][hob::N_COPIES]; // [n_in, n_out, n_matrices], all projections of one shape; null: no such copy
     int     plane;      // of route: matrices of the high copies, -1: none; the next one: of the low
     int     n_proj;

@@ -184,7 +184,7 @@ void compute_route(ggml_tensor * dst, int ith, int, void * userdata) {
     try {
         route(dst, node);
     } catch (const std::exception & e) {
-        node.engine->give_up_graph(e.what());
+        node.engine->fail(e);
         int32_t * out = (int32_t *) dst->data;
         std::fill_n(out, ggml_nelements(dst), -1); // no expert
         if (!node.by_expert) {
@@ -399,7 +399,8 @@ ggml_tensor * hobbit_moe::cpu_product(int proj, ggml_tensor * x, bool down) {
             x = at_once_ ? pack_ : cpu_x_;
         }
         hobbit_cpu_op & op = input_->cpu_ops.emplace_back();
-        op.engine   = part ? h_->engine.get() : nullptr;
+        op.engine   = h_->engine.get();
+        op.timed    = part;
         op.down     = down;
         op.n_proj   = down ? 1 : group.n_proj - 1;
         op.inner    = part && divided_ ? group.n_units * group.unit : 0;

@@ -249,16 +249,6 @@ std::unique_ptr<hob::storage> checked(std::unique_ptr<hob::storage> files, const
 
 } // namespace
 
-void hobbit::set_decode_error(const std::string & why) {
-    std::lock_guard<std::mutex> lock(error_mutex_);
-    decode_error_ = why;
-}
-
-std::string hobbit::decode_error() {
-    std::lock_guard<std::mutex> lock(error_mutex_);
-    return decode_error_;
-}
-
 hobbit::place hobbit::find(const ggml_tensor * t) const {
     const auto it = meta.find(ggml_get_name(t));
     if (it == meta.end()) {
@@ -533,6 +523,11 @@ size_t hobbit_extra_nodes(const hobbit * h, uint32_t n_tokens) {
     return n;
 }
 
+// Of each thread: another one may compute with a context of its own as soon as the graph has ended.
+static thread_local struct { const hobbit * of; std::string text; } decode_error;
+
+const char * hobbit_graph_scope::error(const hobbit * h) { return decode_error.of == h ? decode_error.text.c_str() : ""; }
+
 hobbit_graph_scope::hobbit_graph_scope(hobbit * h) : h_(h && h->engine ? h : nullptr) {
     if (h_) {
         h_->engine->begin_graph();
@@ -547,12 +542,11 @@ bool hobbit_graph_scope::end() {
     }
     hobbit * h = h_;
     h_ = nullptr;
-    const std::string error = h->engine->end_graph();
-    h->set_decode_error(error);
-    if (!error.empty()) {
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, error.c_str());
+    decode_error = { h, h->engine->end_graph() };
+    if (!decode_error.text.empty()) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, decode_error.text.c_str());
     }
-    return error.empty();
+    return decode_error.text.empty();
 }
 
 // --- sizes without loading ---

@@ -15,7 +15,6 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -60,17 +59,9 @@ struct hobbit {
 
     std::unique_ptr<hob::replay> replay; // in a simulation, where there is no model
 
-    // Of the last forward pass, "" if it was good. Two contexts may run on two threads.
-    void set_decode_error(const std::string & why);
-    std::string decode_error();
-
     // Layer and projection of one of the model's expert tensors; layer -1: not one of ours.
     struct place { int layer; int proj; };
     place find(const ggml_tensor * t) const;
-
-  private:
-    std::mutex  error_mutex_;
-    std::string decode_error_;
 };
 
 // --- called by the loader ---
@@ -104,7 +95,9 @@ class hobbit_graph_scope {
   public:
     explicit hobbit_graph_scope(hobbit * h);
     ~hobbit_graph_scope();
-    bool end(); // false: a load failed, the results are worthless (hobbit_decode_error() says why)
+    bool end(); // false: a load failed, the results are worthless (error() says why)
+
+    static const char * error(const hobbit * h); // of this thread's last graph, if that was one of this model
 
   private:
     hobbit * h_;

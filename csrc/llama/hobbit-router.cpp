@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <exception>
 #include <numeric>
 
 const uint8_t * hobbit_gates::data(const ggml_tensor * t) {
@@ -127,11 +129,7 @@ bool hobbit_next_routers::choose(int layer, int32_t * experts, float * weights) 
     return true;
 }
 
-static void compute_lean(ggml_tensor * dst, int ith, int, void * userdata) {
-    if (ith != 0) {
-        return;
-    }
-    const auto & op = *(const hobbit_lean_op *) userdata;
+static void lean(ggml_tensor * dst, const hobbit_lean_op & op) {
     const int n = (int) dst->ne[0];
     std::vector<float> bonus(n);
     std::vector<int> before(n), after(n);
@@ -167,6 +165,20 @@ static void compute_lean(ggml_tensor * dst, int ith, int, void * userdata) {
         choose(out, after);
         const auto end = after.begin() + op.n_used;
         op.engine->leaned(op.layer, (int) std::count_if(after.begin(), end, [&](int e) { return !std::binary_search(before.begin(), before.begin() + op.n_used, e); }));
+    }
+}
+
+// An exception (there is no memory, say) must not pass through ggml.
+static void compute_lean(ggml_tensor * dst, int ith, int, void * userdata) {
+    if (ith != 0) {
+        return;
+    }
+    const auto & op = *(const hobbit_lean_op *) userdata;
+    try {
+        lean(dst, op);
+    } catch (const std::exception & e) {
+        op.engine->fail(e);
+        memcpy(dst->data, dst->src[0]->data, ggml_nbytes(dst)); // both are contiguous
     }
 }
 

@@ -1,6 +1,7 @@
 #include "driver.h"
 
 #include "check.h"
+#include "refuse.h"
 
 #include <algorithm>
 #include <cmath>
@@ -21,6 +22,7 @@ driver::driver(fake_model & m, const hobbit_params & p, std::unique_ptr<host_cac
 
 void driver::on_event(void * user, int32_t kind, int32_t layer, int32_t expert, int32_t precision, int32_t slot) {
     driver & d = *(driver *) user;
+    const refused none(0); // only the engine's own allocations
     std::lock_guard<std::mutex> lock(d.mutex_);
     const int copy = precision == HOBBIT_HIGH ? COPY_HIGH : COPY_LOW;
     const auto key = std::make_tuple((int) layer, (int) expert, copy);
@@ -31,8 +33,8 @@ void driver::on_event(void * user, int32_t kind, int32_t layer, int32_t expert, 
             CHECK(it != d.resident_.end() && it->second == slot);
             break;
         case HOBBIT_EVENT_EVICT:
-            // with force_miss, layer() takes the chosen ones out before the engine does: another thread may come between
-            CHECK((d.params.force_miss && d.settings_change) || (it != d.resident_.end() && it->second == slot));
+            // with force_miss, layer() takes the chosen ones out before the engine does: another thread may come between, or the end
+            CHECK((d.params.force_miss && (d.settings_change || d.refused_)) || (it != d.resident_.end() && it->second == slot));
             if (layer == d.running_ && !d.engine->decode_error()[0]) {
                 const auto needed = d.step_.find(expert);
                 CHECK(needed == d.step_.end() || needed->second.copy != copy || d.computed_.count(expert));
@@ -75,6 +77,7 @@ void driver::on_event(void * user, int32_t kind, int32_t layer, int32_t expert, 
 
 void driver::on_prefetch(void * user, hobbit *, int32_t layer, int32_t, int32_t, const int32_t *, const float *) {
     driver & d = *(driver *) user;
+    const refused none(0);
     if (d.prefetch) {
         d.prefetch(layer);
     }
@@ -119,6 +122,13 @@ void driver::check_wave(int layer, int n, const std::vector<int32_t> & experts, 
     }
 }
 
+void driver::route(const route_request & req, int wave, const route_result & out) {
+    const refused one(refuse);
+    refused_ = refused_ || refuse > 0;
+    engine->route(req, wave, out);
+    refuse = refused::left();
+}
+
 void driver::layer(int layer, int n_tokens, int n_used, const std::vector<int32_t> & experts, const std::vector<float> & weights,
                    const std::vector<int32_t> & seq, const std::vector<int32_t> & pos, bool first, const void * context) {
     const int n = n_tokens * n_used;
@@ -126,6 +136,9 @@ void driver::layer(int layer, int n_tokens, int n_used, const std::vector<int32_
     const int n_proj  = model.layout.groups[l.group].n_proj;
     const int n_waves = engine->waves(layer, n_tokens, n_used);
     CHECK(n_waves >= 1);
+    hobbit_stats counted = {};
+    engine->layer_stats(layer, counted);
+    const uint64_t tokens_before = counted.tokens;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         running_ = layer;
@@ -164,14 +177,14 @@ void driver::layer(int layer, int n_tokens, int n_used, const std::vector<int32_
                                                   std::vector<int32_t>(l.n_expert, -99) };
             route_result tables = { of_expert[0].data(), of_expert[1].data(), of_expert[2].data() };
             tables.by_expert = true;
-            engine->route(req, wave, tables);
+            route(req, wave, tables);
             for (int i = 0; i < n; ++i) {
                 high[i] = of_expert[0][experts[i]];
                 low[i]  = of_expert[1][experts[i]];
                 kept[i] = of_expert[2][experts[i]];
             }
         } else {
-            engine->route(req, wave, { high.data(), low.data(), kept.data() });
+            route(req, wave, { high.data(), low.data(), kept.data() });
         }
         if (wave == leave_at) {
             left_ = true;
@@ -215,6 +228,12 @@ void driver::layer(int layer, int n_tokens, int n_used, const std::vector<int32_
     leave_at = -1;
 
     const bool failed = left_ || engine->decode_error()[0] != '\0';
+    engine->layer_stats(layer, counted);
+    if (counted.tokens == tokens_before) { // no memory for a plan
+        CHECK(failed);
+        incomplete_ = true;
+        return;
+    }
     std::lock_guard<std::mutex> lock(mutex_);
     seen.tokens   += n_tokens;
     seen.requests += n;

@@ -30,6 +30,7 @@ struct driver {
 
     bool may_fail          = false; // reads fail now and then: graphs may, too
     bool settings_change   = false; // by another thread: the wish of a token is not known
+    long refuse            = 0;     // the allocation of the engine, from 1 on, that the next route()s are refused; 0: none
     int  leave_at          = -1;    // the next layer is left after the route() of this wave, as where a program ends a graph
     std::function<void()> computing; // called where the graph would compute
     std::function<void(int layer)> prefetch; // the prefetch hook
@@ -54,6 +55,8 @@ struct driver {
     static void on_event(void * user, int32_t kind, int32_t layer, int32_t expert, int32_t precision, int32_t slot);
     static void on_prefetch(void * user, hobbit * h, int32_t layer, int32_t n_tokens, int32_t n_used, const int32_t * experts, const float * weights);
 
+    void route(const hob::route_request & req, int wave, const hob::route_result & out);
+
     struct served { int kind; int copy; int slot; };
 
     void check_wave(int layer, int n, const std::vector<int32_t> & experts, const std::vector<int32_t> & high, const std::vector<int32_t> & low,
@@ -66,6 +69,7 @@ struct driver {
     int  running_ = -1;          // layer
     bool incomplete_ = false;    // something of this graph was not served
     bool left_       = false;    // it was left
+    bool refused_    = false;    // it may have ended before what force_miss gives up was given up
 };
 
 // The rule once more, independent of select.cpp.

@@ -36,7 +36,7 @@ struct weather {
 
 struct counts {
     int64_t steps = 0; // calls of driver::layer()
-    int rounds = 0, graphs = 0, failed = 0, left = 0, aborted = 0, settings = 0, shutdowns = 0;
+    int rounds = 0, graphs = 0, failed = 0, left = 0, aborted = 0, refused = 0, settings = 0, shutdowns = 0;
 };
 
 // A second level, where the world has none of its own: slots behind write(), or in memory.
@@ -181,6 +181,14 @@ class round_of {
             case 6:
                 check();
                 break;
+            case 7: // memory runs out
+                d_.refuse = 1 + c_.refused++ % 50;
+                if (!graph(n)) {
+                    d_.refuse = 0;
+                    retry_graph(before, at, n);
+                }
+                d_.refuse = 0;
+                break;
             default:
                 if (!graph(n) && r_.below(2)) {
                     retry_graph(before, at, n);
@@ -258,9 +266,9 @@ TEST(stress_random_schedules) {
         round_of one(r, c.rounds++, c);
         one.run(1 + r.below(120));
     }
-    CHECK(c.failed > 0 && c.left > 0 && c.aborted > 0);
+    CHECK(c.failed > 0 && c.left > 0 && c.aborted > 0 && c.refused > 0);
     if (check::steps > 1000) {
-        printf("%lld steps in %d forward passes of %d engines: %d passes failed, left %d, aborted %d, %d changes of settings, %d shutdowns\n",
-               (long long) c.steps, c.graphs, c.rounds, c.failed, c.left, c.aborted, c.settings, c.shutdowns);
+        printf("%lld steps in %d forward passes of %d engines: %d passes failed, left %d, aborted %d, %d without memory, %d changes of settings, %d shutdowns\n",
+               (long long) c.steps, c.graphs, c.rounds, c.failed, c.left, c.aborted, c.refused, c.settings, c.shutdowns);
     }
 }
