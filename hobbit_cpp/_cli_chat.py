@@ -140,11 +140,13 @@ class Conversation(Chat):
             return self.note(stats.table(self.llm.offload_stats()))
         if word == "/thresholds":
             try:
+                if len(rest) != 2:
+                    return self.note("/thresholds takes two numbers, T1 and T2")
                 self.llm.thresholds = tuple(map(float, rest))
                 return self.note("T1 {:g}, T2 {:g}".format(*self.llm.thresholds))
             except (TypeError, ValueError, RuntimeError) as error:
                 return self.note(str(error))
-        return self.note(COMMANDS)
+        return self.note(("" if word == "/help" else f"there is no command {word}\n") + COMMANDS)
 
     @staticmethod
     def note(text: str) -> str:

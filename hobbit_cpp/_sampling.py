@@ -20,7 +20,9 @@ from .errors import HobbitError
 
 
 def check_grammar(model, grammar) -> None:
-    """ValueError unless llama.cpp can use it."""
+    """ValueError unless llama.cpp can use it, TypeError for anything but a LlamaGrammar."""
+    if not isinstance(grammar, llama_cpp.LlamaGrammar):
+        raise TypeError(f"grammar must be a llama_cpp.LlamaGrammar (LlamaGrammar.from_string(text)), not {type(grammar).__name__}")
     with _log.errors(show=False) as lines:
         sampler = llama_cpp.llama_sampler_init_grammar(model.vocab, grammar._grammar.encode("utf-8"), grammar._root.encode("utf-8"))
     if not sampler:

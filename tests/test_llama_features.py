@@ -131,6 +131,8 @@ def test_grammar_that_is_wrong(dual, wrong):
     with ours(dual) as llm:
         with pytest.raises(ValueError, match="the grammar cannot be used"):
             said(llm, grammar=llama_cpp.LlamaGrammar.from_string(wrong, verbose=False))
+        with pytest.raises(TypeError, match="grammar must be a llama_cpp.LlamaGrammar"):
+            said(llm, grammar=wrong)
         assert text(llm)
 
 
