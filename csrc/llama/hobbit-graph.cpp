@@ -10,8 +10,6 @@
 #include <cstring>
 #include <deque>
 #include <exception>
-#include <stdexcept>
-#include <string>
 
 // One call of build_moe_ffn and one wave, for the custom operations. Lives as long as the graph.
 struct hobbit_graph_node {
@@ -137,9 +135,7 @@ void route(ggml_tensor * dst, const hobbit_graph_node & node) {
         req.seq     = in.seq.data();
         req.pos     = in.pos.data();
         if ((size_t) n_tokens != in.seq.size()) {
-            if ((size_t) n_tokens != in.outputs.size()) {
-                throw std::runtime_error("internal error: a layer is computed for " + std::to_string(n_tokens) + " tokens of " + std::to_string(in.seq.size()));
-            }
+            in.outputs.resize(n_tokens, in.outputs.empty() ? 0 : in.outputs.back()); // as many, in all graphs that are known
             in.seq_here.resize(n_tokens);
             in.pos_here.resize(n_tokens);
             for (int t = 0; t < n_tokens; ++t) {
