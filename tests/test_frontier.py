@@ -275,9 +275,9 @@ def test_command(hobbit, work):
 
 
 @pytest.mark.parametrize("more, words", [
-    (("--cache", "auto"), "the memory is 'auto', which differs between types"), (("--cache", "nine"), "cache_bytes is 'nine'"),
-    (("--cache", "1KiB"), "below what one token can need for every setting"), (("--cache", "50%", "--pairs", "q5_K"), "a pair is a high and a low type"),
-    (("--cache", "50%", "--pairs", "q3_K+q5_K"), "is not smaller than"), (("--cache", "50%", "--thresholds", "0.9/0.6"), "t2 must be at least t1"),
+    (("--cache", "auto"), "the memory is 'auto', which differs between types"), (("--cache", "nine"), "--cache is 'nine'"),
+    (("--cache", "8KiB"), "below what one token can need for every setting"), (("--cache", "50%", "--pairs", "q5_K"), "a pair is a high and a low type"),
+    (("--cache", "50%", "--pairs", "q3_K+q5_K"), "is not smaller than"), (("--cache", "50%", "--thresholds", "0.9/0.6"), "--t2 must be at least --t1"),
     (("--cache", "50%", "--thresholds", "1"), "give T1/T2"), (("--cache", "50%", "--chunks", "99"), "the text has"), (("--cache", "50%", "--chunks", "0"), "chunks must be"),
     (("--cache", "50%", "--types", "f32"), "cannot be made from"), (("--cache", "50%", "--png", "x.jpg"), "is no name for a picture"),
     (("--cache", "50%", "--read-speed", "fast"), "is not a size"), (("--cache", "50%", "--ctx", "2"), "--ctx must be at least 4"),

@@ -19,6 +19,7 @@ import pytest
 
 from hobbit_cpp import HobbitError, Llama, memory
 from hobbit_cpp.convert import convert
+from makers import make_model
 
 import llama_cpp
 
@@ -417,6 +418,19 @@ def test_the_last_layer_is_computed_for_the_tokens_that_give_logits(dual, tmp_pa
     rows = np.load(tmp_path / "t.npy")
     assert [list(rows["pos"][rows["layer"] == i]) for i in (4, 5)] == [list(range(10)), [8, 9]]
     assert [x["tokens"] for x in layers] == [10] * 5 + [2]
+
+
+def test_one_layer_that_is_first_and_last(tmp_path):
+    source = make_model(tmp_path / "one.gguf", n_layer=1)
+    convert(source, tmp_path / "dual.gguf", "keep", "q4_0", threads=1)
+    args = {"n_ctx": 64, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
+    with Llama(source, **args) as stock, Llama(tmp_path / "dual.gguf", cache_bytes="min", t1=1.0, **args) as ours:
+        for llm in (stock, ours):
+            for n in (5, 1, 3):
+                llm.eval([1, 5, 7, 9, 11][:n])
+        a, b = (np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), (llm.n_vocab(),)) for llm in (stock, ours))
+        assert np.array_equal(a, b)
+        assert ours.offload_stats()["totals"]["tokens"] == 3
 
 
 # --- hooks ---------------------------------------------------------------------------------------------

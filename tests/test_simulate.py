@@ -250,9 +250,9 @@ def test_command_simulate(hobbit, dual, recorded):
 
 
 @pytest.mark.parametrize("argv, message", [
-    (("--cache", "lots"), "cache_bytes is 'lots'"), (("--cache", "1"), "one step can need"), (("--slots", "9"), "--slots is '9'"),
+    (("--cache", "lots"), "--cache is 'lots'"), (("--cache", "5000"), "one step can need"), (("--slots", "9"), "--slots is '9'"),
     (("--slots", "9+1", "--cache", "25%"), "give one of them"), (("--weights", "1,1"), "--weights is '1,1'"), (("--t1", "0.9", "--t2", "0.5"), "t2 must be"),
-    (("--policy", "lru", "--weights", "1,1,1,1"), "belong to policy hobbit"), (("--threads", "0"), "threads must be"), (("--io-threads", "0"), "n_io_threads must be"),
+    (("--policy", "lru", "--weights", "1,1,1,1"), "belong to policy hobbit"), (("--threads", "0"), "threads must be"), (("--io-threads", "0"), "--io-threads must be"),
     (("--model", "none.gguf"), "none.gguf"),
 ])
 def test_command_simulate_errors(hobbit, recorded, argv, message):

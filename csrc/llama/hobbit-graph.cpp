@@ -73,6 +73,7 @@ class hobbit_graph_input : public llm_graph_input_i {
     const void * context;
     uint32_t n_tokens;
     bool fresh = false;
+    int  n_first = 0; // tokens of the first layer
     std::vector<int32_t> seq;
     std::vector<int32_t> pos;
     std::vector<int32_t> outputs; // tokens that give logits: the last layer is often computed for these alone
@@ -129,6 +130,7 @@ void route(ggml_tensor * dst, const hobbit_graph_node & node) {
             }
             std::copy_n((const float *) w->data, n, in.weights.begin());
         }
+        in.n_first  = in.fresh ? n_tokens : in.n_first;
         req.experts = in.experts.data();
         req.weights = in.weights.data();
         req.context = in.context;
@@ -144,7 +146,7 @@ void route(ggml_tensor * dst, const hobbit_graph_node & node) {
             }
             req.seq    = in.seq_here.data();
             req.pos    = in.pos_here.data();
-            req.tokens = in.outputs.data();
+            req.tokens = n_tokens == in.n_first ? nullptr : in.outputs.data();
         }
         req.first   = in.fresh;
         in.fresh    = false;
