@@ -179,7 +179,9 @@ class round_of {
                 next_[r_.below(3)] = 0; // a new sequence under an old number
                 break;
             case 6:
-                check();
+                if (!d_.settings_change) { // the second thread prefetches between two looks at the counters; it is checked when that has ended
+                    check();
+                }
                 break;
             case 7: // memory runs out
                 d_.refuse = 1 + c_.refused++ % 50;
