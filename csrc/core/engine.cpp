@@ -222,6 +222,9 @@ void engine::serve(const route_request & req, int wave, const route_result & out
             finish_step();
             if (req.first) {
                 records_.begin(req.context, req.seq, req.pos, req.n_tokens);
+                for (pool & p : pools_) {
+                    p.reorder();
+                }
             }
             plan(req);
         } else if (!at_once_) {

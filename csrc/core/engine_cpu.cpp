@@ -12,9 +12,9 @@ void engine::cpu_begins() {
     cpu_us_ = now_us();
 }
 
-// A search of all slots reads more memory than all the rest of planning, and link and CPU wait for it. The next layer's
-// is done while they work. Its records are as they will be then: of the experts that its router is about to choose, those
-// that are in high slots are no candidates. But for what follow learns from that choice, and for what predictions set aside.
+// Link and CPU would wait for the search for slots, so the next layer's is done while they work. Its records are as they
+// will be then: of the experts that its router is about to choose, those that are in high slots are no candidates. But for
+// what follow learns from that choice, and for what predictions set aside.
 void engine::rank_ahead() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     const int next = layer_ + 1;

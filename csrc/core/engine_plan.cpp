@@ -30,7 +30,7 @@ void engine::plan(const route_request & req) {
     settle(layer_, true);
     look_up();
     for (pool & p : pools_) {
-        p.begin(layer_);
+        p.begin(*policy_, context_for(p.group()));
     }
     if (has_cpu_part(layer_, n_tokens_)) {
         share_with_cpu();

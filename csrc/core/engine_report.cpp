@@ -17,8 +17,7 @@ void engine::set_policy(int32_t kind, const float * weights) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     policy_ = make_policy(kind);
     for (pool & p : pools_) {
-        p.forget_ahead();
-        p.forget_order();
+        p.reorder();
     }
     params_.policy = kind;
     if (weights) {
@@ -30,8 +29,7 @@ void engine::set_policy(std::unique_ptr<policy> own) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     policy_ = std::move(own);
     for (pool & p : pools_) {
-        p.forget_ahead();
-        p.forget_order();
+        p.reorder();
     }
 }
 

@@ -31,19 +31,23 @@ struct policy_context {
 // Layers to go until the candidate's layer is served again: 1 for the next layer, n for the layer
 // being served. (The paper's formula gives that one 0, "needed soonest"; it is needed last.)
 inline int layer_distance(const policy_context & ctx, int layer) {
-    const int d = (layer - ctx.layer + ctx.n_layers) % ctx.n_layers;
-    return d == 0 ? ctx.n_layers : d;
+    return layer > ctx.layer ? layer - ctx.layer : layer - ctx.layer + ctx.n_layers;
 }
 
 class policy {
   public:
     virtual ~policy() = default;
     virtual void priorities(const candidate * c, size_t n, const policy_context & ctx, double * out) const = 0;
+
+    // When ctx.layer is served: may copies of that other layer come in another order among themselves than before? (Those of
+    // ctx.layer may, and in a new forward pass all.)
+    virtual bool reorders(const policy_context & ctx, int layer) const { (void) ctx; (void) layer; return true; }
 };
 
-// A policy that has double priority(const candidate &, const policy_context &) const. Every miss may look at all
-// slots: they are given in one piece.
-template <class P> class each_policy : public policy {
+// A policy that has double priority(const candidate &, const policy_context &) const. KEEPS_ORDER: what it says of two
+// copies of one layer depends on uses of that layer alone.
+template <class P, bool KEEPS_ORDER = false> class each_policy : public policy {
+    bool reorders(const policy_context &, int) const final { return !KEEPS_ORDER; }
     void priorities(const candidate * c, size_t n, const policy_context & ctx, double * out) const final {
         for (size_t i = 0; i < n; ++i) {
             out[i] = static_cast<const P *>(this)->priority(c[i], ctx);

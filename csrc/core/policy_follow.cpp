@@ -19,11 +19,15 @@ namespace {
 constexpr double S = 20.0;
 
 class policy_follow : public policy {
+    bool reorders(const policy_context & ctx, int layer) const final { return ctx.rec->forecasts(ctx.layer, layer); }
+
     void priorities(const candidate * c, size_t n, const policy_context & ctx, double * out) const final {
         const auto & active = ctx.rec->active();
-        nearness_.resize(ctx.n_layers);
-        for (int l = 0; l < ctx.n_layers; ++l) {
-            nearness_[l] = std::exp2(-(double) layer_distance(ctx, l) / ctx.n_layers) / active.size();
+        if (nearness_.size() != (size_t) ctx.n_layers + 1) {
+            nearness_.resize(ctx.n_layers + 1);
+            for (int d = 0; d <= ctx.n_layers; ++d) {
+                nearness_[d] = std::exp2(-(double) d / ctx.n_layers);
+            }
         }
         for (size_t i = 0; i < n; ++i) {
             const int layer = c[i].layer;
@@ -38,11 +42,11 @@ class policy_follow : public policy {
                 low  += r.low;
             }
             const double saved = (double) ctx.cost_low * low;
-            out[i] = (c[i].copy == COPY_HIGH ? 1.0 + high + saved : saved) / (1.0 + uses) * nearness_[layer] * expected;
+            out[i] = (c[i].copy == COPY_HIGH ? 1.0 + high + saved : saved) / (1.0 + uses) * (nearness_[layer_distance(ctx, layer)] / active.size()) * expected;
         }
     }
 
-    mutable std::vector<double> nearness_; // [layer], scratch
+    mutable std::vector<double> nearness_; // [distance]
 };
 } // namespace
 

@@ -9,7 +9,7 @@
 namespace hob {
 
 namespace {
-struct policy_hobbit : each_policy<policy_hobbit> {
+struct policy_hobbit : each_policy<policy_hobbit, true> {
     double priority(const candidate & c, const policy_context & ctx) const {
         const float * w = ctx.weights;
         const double sum = (double) w[0] + w[1] + w[2] + w[3];

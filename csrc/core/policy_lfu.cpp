@@ -5,7 +5,7 @@
 namespace hob {
 
 namespace {
-struct policy_lfu : each_policy<policy_lfu> {
+struct policy_lfu : each_policy<policy_lfu, true> {
     double priority(const candidate & c, const policy_context & ctx) const {
         double p = 0.0;
         for (const sequence_records * s : ctx.rec->active()) {

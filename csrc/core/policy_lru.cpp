@@ -5,7 +5,7 @@
 namespace hob {
 
 namespace {
-struct policy_lru : each_policy<policy_lru> {
+struct policy_lru : each_policy<policy_lru, true> {
     double priority(const candidate & c, const policy_context &) const { return (double) c.last_clock; }
 };
 } // namespace

@@ -5,7 +5,6 @@
 #include "loader.h"
 #include "policy.h"
 
-#include <deque>
 #include <vector>
 
 namespace hob {
@@ -49,14 +48,17 @@ class pool {
     // loaded ahead for a layer still to come.
     int victim(const policy & pol, const policy_context & ctx, bool only_streamed);
 
-    // The occupied slot of least priority that may be given up, -1 if none. A search looks at every slot, so its
-    // result serves until priorities change or slots are unpinned: forget_order() then.
+    // The occupied slot of least priority that may be given up, -1 if none (pool_order.cpp). What one search finds
+    // serves until more slots may go, for one: forget_order() then.
     int weakest(const policy & pol, const policy_context & ctx, bool only_streamed = false);
     void forget_order();
 
-    // A search for a layer before its turn: what is forgotten until then does not concern it. begin() says whose turn it is.
+    // Priorities have changed: those that the turn of ctx.layer changes, or all of them.
+    void begin(const policy & pol, const policy_context & ctx);
+    void reorder();
+
+    // A search for ctx.layer before its turn: what is forgotten until then does not concern it.
     void rank_ahead(const policy & pol, const policy_context & ctx);
-    void begin(int layer);
     void forget_ahead();
 
     void assign(int s, int layer, int expert);
@@ -67,11 +69,27 @@ class pool {
     bool consistent() const;
 
   private:
-    static constexpr size_t RANKED = 16; // candidates that one search puts in order
-    struct ranked { double priority; uint64_t last_clock; int layer; int expert; int slot; };
+    // A layer's copies, in no order.
+    struct listed { double priority; uint64_t last_clock; int expert; int slot; uint64_t passed; };
+    struct layer_list {
+        int  layer    = -1;   // of the model
+        int  resident = 0;
+        int  n        = 0;    // listed
+        int  first    = -1;   // the one of least priority; -1: not known
+        bool stale    = true; // to be made anew by the next search
+    };
+    struct head { double priority; uint64_t last_clock; int list; int at; };
 
-    bool may_go(const slot & x, const policy_context & ctx, bool only_streamed) const;
-    void rank(const policy & pol, const policy_context & ctx, bool only_streamed);
+    bool may_go(const slot & x, const policy_context & ctx) const;
+    void search(const policy & pol, const policy_context & ctx, bool only_streamed);
+    void fill(int list, const policy & pol, const policy_context & ctx);
+    int  first_of(int list) const;
+    void pass_over(int list, int at);
+    int  next_of(int list, int at, const policy_context & ctx);
+    bool owned(int list, const listed & e) const { return slots_[e.slot].layer == lists_[list].layer && slots_[e.slot].expert == e.expert; }
+    bool usable(int list, const listed & e, const policy_context & ctx) const { return owned(list, e) && may_go(slots_[e.slot], ctx); }
+    listed * listed_in(int list) { return &listed_[(size_t) list * n_expert_]; }
+    candidate candidate_of(int list, const listed & e) const { return { lists_[list].layer, e.expert, copy_, e.last_clock, slots_[e.slot].last_pass }; }
     size_t index(int layer, int expert) const { return (size_t) in_group_[layer] * n_expert_ + expert; }
 
     int group_;
@@ -82,14 +100,18 @@ class pool {
     std::vector<int> in_group_; // [n_layers of the model]
     std::vector<int> where_;    // [n_layers of the group][n_expert]
     std::vector<int> kept_;     // [n_layers of the group]
-    std::deque<slot> slots_;    // deque: a slot never moves, loads point into it
+    std::vector<slot> slots_;   // never grows: loads point into it
     std::vector<int> free_;
-    std::vector<ranked> order_; // least priority first
-    size_t next_ = 0;           // of order_, the first that was not taken yet
-    bool order_streamed_ = false;
-    int  order_ahead_    = -1;  // the layer that it was found ahead for
-    std::vector<candidate> candidates_; // scratch of rank()
-    std::vector<int>       candidate_slots_;
+
+    std::vector<layer_list> lists_;  // [n_layers of the group]
+    std::vector<listed>     listed_; // [n_layers of the group][n_expert]
+    std::vector<head>       heads_;  // of the running search: of each list the first that may go
+    uint64_t searches_     = 0;      // what is passed over has the number of the search
+    int  least_            = -1;     // of the heads, the first; -1: not known
+    bool searching_        = false;
+    bool search_streamed_  = false;
+    int  order_ahead_     = -1;      // the layer that was searched for ahead
+    std::vector<candidate> candidates_; // scratch
     std::vector<double>    priorities_;
 };
 

@@ -63,6 +63,9 @@ class records {
         return succession_ ? succession_->chance(s.succession, layer, expert) : 0.0;
     }
 
+    // Does the chance of an expert of that layer change when layer served is?
+    bool forecasts(int served, int layer) const { return succession_ && succession_->forecasts(served, layer); }
+
     double share_used(int layer) const { return share_used_[layer]; } // n_used / n_expert
     bool   learns() const { return succession_ != nullptr; }
 

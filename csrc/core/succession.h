@@ -60,6 +60,11 @@ class succession {
 
     double chance(const succession_state & s, int layer, int expert) const { return chance_[place(s.sums[offset_[layer] + expert])]; }
 
+    // Does serving that layer change chances in the other?
+    bool forecasts(int served, int layer) const {
+        return served == layer || std::find(ages_.same.begin(), ages_.same.end(), (layer - served + n_layers()) % n_layers()) != ages_.same.end();
+    }
+
   private:
     struct ages { std::vector<int> same, before; }; // layers back; same: the farthest first
     using table = std::vector<std::vector<int16_t>>; // [layer]([expert of the layer that far back][expert])

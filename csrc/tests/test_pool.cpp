@@ -14,6 +14,7 @@ using namespace hob;
 namespace {
 
 const group_spec SMALL = { 6, 2, 3, { { 8, 8, 8 }, { 4, 4, 4 } } };
+const group_spec WIDE  = { 60, 2, 3, { { 8, 8, 8 }, { 4, 4, 4 } } }; // a layer has more than what is put in order
 
 // Priority by a table: ties on purpose.
 struct table_policy : each_policy<table_policy> {
@@ -61,10 +62,10 @@ TEST(pool_ties_go_by_clock_then_layer_then_expert) {
     }
     CHECK_EQ(p.victim(pol, {}, false), slot_of[2]); // (0, 3) before (0, 5), (1, 1), (1, 2)
     p.at(slot_of[0]).last_clock = 6;                // older
-    p.forget_order();
+    p.reorder();
     CHECK_EQ(p.victim(pol, {}, false), slot_of[0]);
     pol.p[{ 0, 5 }] = -1.0; // priority goes before all
-    p.forget_order();
+    p.reorder();
     CHECK_EQ(p.victim(pol, {}, false), slot_of[1]);
 }
 
@@ -95,8 +96,10 @@ TEST(pool_pinned_and_loading_slots_stay) {
 TEST(pool_random_against_a_naive_model) {
     std::mt19937 rng(check::seed);
     for (int round = 0; round < 20; ++round) {
-        fake_model m({ SMALL, SMALL }, { 1, 0, 1, 0, 0 }); // group 1: layers 0 and 2
-        m.place_slots(1 + rng() % 9, 1 + rng() % 9);
+        const bool wide = round % 2 == 1;
+        fake_model m({ SMALL, wide ? WIDE : SMALL }, { 1, 0, 1, 0, 0 }); // group 1: layers 0 and 2
+        const int most = wide ? 90 : 9;
+        m.place_slots(1 + rng() % most, 1 + rng() % most);
         const int copy = rng() % 2;
         pool p(m.layout, 1, copy);
         const int n = p.n_slots();
@@ -104,9 +107,9 @@ TEST(pool_random_against_a_naive_model) {
         std::vector<entry> naive(n);
         table_policy pol;
         bool changed = false;
-        for (int step = 0; step < 300; ++step) {
+        for (int step = 0; step < (wide ? 2000 : 300); ++step) {
             const int layer  = rng() % 2 ? 0 : 2;
-            const int expert = rng() % 6;
+            const int expert = rng() % (wide ? 60 : 6);
             int where = -1;
             for (int s = 0; s < n; ++s) {
                 if (naive[s].layer == layer && naive[s].expert == expert) {
@@ -165,7 +168,7 @@ TEST(pool_random_against_a_naive_model) {
                     if (v >= 0) {
                         entry & e = naive[v];
                         pol.p.erase({ e.layer, e.expert });
-                        e = { layer, expert, 0, false, rng() % 4, (double) (rng() % 3) };
+                        e = { layer, expert, 0, false, rng() % 4, (double) (rng() % 3) }; // ties on purpose
                         p.assign(v, layer, expert);
                         p.at(v).last_clock = e.clock;
                         pol.p[{ layer, expert }] = e.pr;
