@@ -12,6 +12,59 @@
 #    define WIDE 1
 #endif
 
+#if WIDE
+// Eight sums of products of a block's weights and inputs, each of four; times scale onto the sums of the row.
+static __m256 add_block(__m256 sums, __m256i w, const int8_t * x, float scale) {
+    const __m256i v = _mm256_loadu_si256((const __m256i *) x);
+    const __m256i s = _mm256_mask_sub_epi8(v, _mm256_movepi8_mask(w), _mm256_setzero_si256(), v); // unsigned times signed: the sign goes to the input
+    const __m256i d = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_abs_epi8(w), s);
+    return _mm256_fmadd_ps(_mm256_set1_ps(scale), _mm256_cvtepi32_ps(d), sums);
+}
+
+static float total(__m256 sums) {
+    float each[8], sum = 0;
+    _mm256_storeu_ps(each, sums);
+    for (float e : each) {
+        sum += e;
+    }
+    return sum;
+}
+
+template <int N_BITS> static float row_of_planes(const uint32_t * const * planes, const float * scale, const int8_t * x, const float * x_scale, int n_blocks, size_t first) {
+    __m256 sums = _mm256_setzero_ps();
+    for (int b = 0; b < n_blocks; ++b) {
+        __m256i w = _mm256_set1_epi8((char) (N_BITS < 8 ? 0x80 >> N_BITS : 0));
+        for (int p = 0; p < N_BITS; ++p) {
+            w = _mm256_or_si256(w, _mm256_maskz_set1_epi8(planes[p][first + b], (char) (0x80 >> p)));
+        }
+        sums = add_block(sums, w, x + 32 * b, scale[first + b] * x_scale[b]);
+    }
+    return total(sums);
+}
+
+static float row_of_planes(int n_bits, const uint32_t * const * planes, const float * scale, const int8_t * x, const float * x_scale, int n_blocks, size_t first) {
+    constexpr decltype(&row_of_planes<1>) OF[] = { row_of_planes<1>, row_of_planes<2>, row_of_planes<3>, row_of_planes<4>,
+                                                   row_of_planes<5>, row_of_planes<6>, row_of_planes<7>, row_of_planes<8> };
+    return OF[n_bits - 1](planes, scale, x, x_scale, n_blocks, first);
+}
+#else
+static float row_of_planes(int n_bits, const uint32_t * const * planes, const float * scale, const int8_t * x, const float * x_scale, int n_blocks, size_t first) {
+    float sum = 0;
+    for (int b = 0; b < n_blocks; ++b) {
+        int32_t dot = 0;
+        for (int i = 0; i < 32; ++i) {
+            uint8_t w = n_bits < 8 ? 0x80 >> n_bits : 0;
+            for (int p = 0; p < n_bits; ++p) {
+                w |= (planes[p][first + b] >> i & 1) << (7 - p);
+            }
+            dot += (int8_t) w * x[32 * b + i];
+        }
+        sum += scale[first + b] * x_scale[b] * dot;
+    }
+    return sum;
+}
+#endif
+
 extern "C" {
 
 // Plays a routing, one token at a time, a token's layers in order.
@@ -146,64 +199,16 @@ void nested_fit(int64_t n, const float * weights, const float * scale_unit, cons
 //   scale  float [n_rows * n_in/32], x int8 [n_in], x_scale float [n_in/32], y float [n_rows]
 // A value of b bits is the 8-bit value with 1000... in place of the rest: the middle of what it may be.
 void nested_product(int n_bits, const uint32_t * const * planes, const float * scale, const int8_t * x, const float * x_scale, int n_rows, int n_in, float * y) {
-    const int n_blocks = n_in / 32;
-    const uint8_t rest = n_bits < 8 ? 0x80 >> n_bits : 0;
     for (int r = 0; r < n_rows; ++r) {
-        float sum = 0;
-        for (int b = 0; b < n_blocks; ++b) {
-            const size_t at = (size_t) r * n_blocks + b;
-            int32_t dot = 0;
-#if WIDE
-            __m256i w = _mm256_set1_epi8((char) rest);
-            for (int p = 0; p < n_bits; ++p) {
-                w = _mm256_or_si256(w, _mm256_maskz_set1_epi8(planes[p][at], (char) (0x80 >> p)));
-            }
-            const __m256i v = _mm256_loadu_si256((const __m256i *) (x + 32 * b));
-            const __m256i a = _mm256_abs_epi8(w); // unsigned times signed: the sign goes to the input
-            const __m256i s = _mm256_mask_sub_epi8(v, _mm256_movepi8_mask(w), _mm256_setzero_si256(), v);
-            const __m256i d = _mm256_dpbusd_epi32(_mm256_setzero_si256(), a, s);
-            const __m128i h = _mm_add_epi32(_mm256_castsi256_si128(d), _mm256_extracti128_si256(d, 1));
-            const __m128i q = _mm_add_epi32(h, _mm_shuffle_epi32(h, 0x4e));
-            dot = _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
-#else
-            for (int i = 0; i < 32; ++i) {
-                uint8_t w = rest;
-                for (int p = 0; p < n_bits; ++p) {
-                    w |= (planes[p][at] >> i & 1) << (7 - p);
-                }
-                dot += (int8_t) w * x[32 * b + i];
-            }
-#endif
-            sum += scale[at] * x_scale[b] * dot;
-        }
-        y[r] = sum;
+        y[r] = row_of_planes(n_bits, planes, scale, x, x_scale, n_in / 32, (size_t) r * (n_in / 32));
     }
 }
 
-// The same of int8 rows [n_rows][n_in] as q8_0 has them, to compare with.
-void whole_product(const int8_t * rows, const float * scale, const int8_t * x, const float * x_scale, int n_rows, int n_in, float * y) {
-    const int n_blocks = n_in / 32;
+// Rows of a type of ggml's, times one vector of the type that its kernel wants.
+void ggml_product(void (*dot)(int n, float * s, size_t, const void * x, size_t, const void * y, size_t, int n_rows), const char * rows, size_t row_bytes, const void * x,
+                  int n_rows, int n_in, float * y) {
     for (int r = 0; r < n_rows; ++r) {
-        float sum = 0;
-        for (int b = 0; b < n_blocks; ++b) {
-            const size_t at = (size_t) r * n_blocks + b;
-            int32_t dot = 0;
-#if WIDE
-            const __m256i w = _mm256_loadu_si256((const __m256i *) (rows + 32 * at));
-            const __m256i v = _mm256_loadu_si256((const __m256i *) (x + 32 * b));
-            const __m256i s = _mm256_mask_sub_epi8(v, _mm256_movepi8_mask(w), _mm256_setzero_si256(), v);
-            const __m256i d = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_abs_epi8(w), s);
-            const __m128i h = _mm_add_epi32(_mm256_castsi256_si128(d), _mm256_extracti128_si256(d, 1));
-            const __m128i q = _mm_add_epi32(h, _mm_shuffle_epi32(h, 0x4e));
-            dot = _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
-#else
-            for (int i = 0; i < 32; ++i) {
-                dot += rows[32 * at + i] * x[32 * b + i];
-            }
-#endif
-            sum += scale[at] * x_scale[b] * dot;
-        }
-        y[r] = sum;
+        dot(n_in, y + r, 0, rows + r * row_bytes, 0, x, 0, 1);
     }
 }
 

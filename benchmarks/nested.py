@@ -16,9 +16,12 @@ import os
 import sys
 import time
 
+from gguf_tools import ggml
+
 from _plane import HIGH, LOW, PROJECTIONS, UNIFORM, Table, add_type, at_equal_loss, measure, megabytes, play_pair, relative_error, type_bytes, uniform_line
 
 import numpy as np
+from gguf_tools import ggml
 from _forward import SKIP, Model, Text
 from _nested_format import FORMATS, Q8, native, pointer
 
@@ -187,36 +190,49 @@ def variants(a):
     show(f"copies of their own: {', '.join(TYPES[b] for b in levels)}", levels, size, lost, whole=True)
 
 
-def speed(a):
-    """A product of planes against one of the same rows as int8, in time of the thread, fastest of seven; the results must agree."""
-    lib, (n_rows, n_in) = native(), a.shape
-    rows = np.random.default_rng(1).standard_normal((n_rows, n_in), np.float32)
-    copy, vector = Q8(rows), Q8(rows[:1])
-    planes, scale = copy.planes(), copy.scale.ravel().copy()
-    x, x_scale = np.ascontiguousarray(vector.integers), vector.scale.ravel().copy()
-    y = np.empty(n_rows, np.float32)
+class _CpuTraits(ctypes.Structure):  # struct ggml_type_traits_cpu, ggml-cpu.h
+    _fields_ = [("from_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)), ("vec_dot", ctypes.c_void_p),
+                ("vec_dot_type", ctypes.c_int), ("nrows", ctypes.c_int64)]
 
-    def fastest(f):
-        best = float("inf")
-        for _ in range(7):
+
+def speed(a):
+    """A product of planes against those of ggml's types, by ggml's kernels, in time of the thread, fastest of many; the results must agree."""
+    lib, (n_rows, n_in) = native(), a.shape
+    ggml.types()  # loads what the next needs
+    cpu = next(ctypes.CDLL(str(f)) for folder in ggml.library_folders() for f in folder.glob("libggml-cpu*"))
+    cpu.ggml_cpu_init()
+    cpu.ggml_get_type_traits_cpu.restype = ctypes.POINTER(_CpuTraits)
+    rows, vector = np.random.default_rng(1).standard_normal((n_rows, n_in), np.float32), np.random.default_rng(2).standard_normal((1, n_in), np.float32)
+    copy, x = Q8(rows), Q8(vector)
+    planes, scale = copy.planes(), copy.scale.ravel().copy()
+    integers, x_scale = np.ascontiguousarray(x.integers), x.scale.ravel().copy()
+    y = np.empty(n_rows, np.float32)
+    exact = rows @ vector[0]
+    size = ctypes.c_int(n_rows), ctypes.c_int(n_in)
+
+    def report(name, f, bits, loss):
+        """loss: largest error that is right, in parts of the largest result."""
+        best, until = float("inf"), time.monotonic() + 1
+        while time.monotonic() < until:
             start = time.thread_time()
             f()
             best = min(best, time.thread_time() - start)
-        return best
-
-    def report(name, f, integers, bits):
-        took = fastest(f)
-        exact = (integers.astype(np.int32).reshape(n_rows, -1, 32) * x.reshape(1, -1, 32)).sum(axis=2) * (copy.scale.reshape(n_rows, -1) * x_scale)
-        if not np.allclose(y, exact.sum(axis=1), rtol=1e-4, atol=1e-3 * np.abs(exact).sum(axis=1).max()):
+        if not np.abs(y - exact).max() < loss * np.abs(exact).max():
             raise SystemExit(f"{name}: the product is wrong")
-        print(f"| {name} | {1e9 * took / rows.size:.3f} | {rows.size * bits / 8 / took / 1e9:.1f} |", flush=True)
+        print(f"| {name} | {1e9 * best / rows.size:.3f} | {rows.size * bits / 8 / best / 1e9:.1f} |", flush=True)
 
     print(f"{n_rows} rows of {n_in}, one thread\n\n| | ns a weight | GB/s |\n|---|---|---|")
-    shape = ctypes.c_int(n_rows), ctypes.c_int(n_in)
-    report("int8 rows (q8_0)", lambda: lib.whole_product(pointer(copy.integers), pointer(scale), pointer(x), pointer(x_scale), *shape, pointer(y)), copy.integers, 8)
+    for name in ("q8_0", "q6_k", "q5_k", "q4_k", "q3_k"):
+        info = ggml.type_info(name)
+        traits = cpu.ggml_get_type_traits_cpu(info.id).contents
+        data, row_bytes = ggml.quantize(name, rows), info.row_bytes(n_in)
+        to = ggml.type_info(traits.vec_dot_type)
+        inputs = np.zeros(to.row_bytes(n_in), np.uint8)
+        cpu.ggml_get_type_traits_cpu(to.id).contents.from_float(vector.ctypes.data, inputs.ctypes.data, n_in)
+        report(name, lambda: lib.ggml_product(ctypes.c_void_p(traits.vec_dot), pointer(data), ctypes.c_size_t(row_bytes), pointer(inputs), *size, pointer(y)), info.bits, 0.2)
     for b in a.levels:
         which = (ctypes.c_void_p * 8)(*(planes[i].ctypes.data for i in range(8)))
-        report(f"{b} planes", lambda: lib.nested_product(b, which, pointer(scale), pointer(x), pointer(x_scale), *shape, pointer(y)), copy.prefix(b), b)
+        report(f"{b} planes", lambda: lib.nested_product(b, which, pointer(scale), pointer(integers), pointer(x_scale), *size, pointer(y)), b + 1, 0.4)
 
 
 def main():
