@@ -9,7 +9,7 @@ import sys
 import tempfile
 
 from . import stats
-from ._cli_run import Chat, converse, has_template, open_model
+from ._cli_run import Chat, check_sampling, converse, has_template, open_model
 
 COMMANDS = """/again       another reply to what was said last
 /undo        take the last turn back
@@ -21,7 +21,7 @@ ROLES = ("system", "user", "assistant")
 
 
 def add_parser(commands) -> None:
-    from .cli import add_model_arguments, add_offload_arguments
+    from .cli import add_model_arguments, add_offload_arguments, add_sampling_arguments
 
     p = commands.add_parser("chat", help="chat, with a history", description="Chat in the model's template. Commands during the chat:\n\n" + COMMANDS,
                             formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -29,9 +29,7 @@ def add_parser(commands) -> None:
     p.add_argument("--history", metavar="FILE.json", help="keep the conversation there, and go on with what is in it")
     p.add_argument("--system", metavar="TEXT", help="how the model is to behave; begins a new conversation where the history has another")
     p.add_argument("--chat-format", metavar="NAME", help="for a model without a chat template, such as chatml")
-    p.add_argument("-n", "--tokens", type=int, metavar="N", help="most tokens of a reply (default: until it ends)")
-    p.add_argument("--temp", type=float, default=0.8, metavar="X", help="temperature; 0: always the likeliest token (default: 0.8)")
-    p.add_argument("--seed", type=int, metavar="N", help="for the same replies again (default: others each time)")
+    add_sampling_arguments(p, "most tokens of a reply (default: until it ends)", "for the same replies again (default: others each time)")
     add_model_arguments(p)
     add_offload_arguments(p)
     p.set_defaults(function=chat)
@@ -155,8 +153,7 @@ class Conversation(Chat):
 
 
 def chat(args) -> int:
-    if args.tokens is not None and args.tokens < 1:
-        raise ValueError(f"--tokens must be at least 1, not {args.tokens}")
+    check_sampling(args)
     if args.history:
         read_history(args.history)  # before the model is loaded, which takes long
     with open_model(args, chat_format=args.chat_format) as llm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import warnings
@@ -39,9 +40,18 @@ def has_template(llm) -> bool:
     return "tokenizer.chat_template" in llm.metadata
 
 
+def check_sampling(args) -> None:
+    """ValueError for numbers that no text can be sampled with: llama.cpp would take some of them for others."""
+    for name, good, must in (("tokens", lambda n: n >= 1, "at least 1"), ("temp", lambda x: 0 <= x < math.inf, "0 or more"), ("top_k", lambda n: n >= 0, "0 or more"),
+                             ("top_p", lambda x: 0 < x <= 1, "above 0 and at most 1"), ("min_p", lambda x: 0 <= x <= 1, "from 0 to 1"),
+                             ("repeat_penalty", lambda x: 0 < x < math.inf, "above 0")):
+        value = getattr(args, name)
+        if value is not None and not good(value):
+            raise ValueError(f"--{name.replace('_', '-')} must be {must}, not {value}")
+
+
 def run(args) -> int:
-    if args.tokens is not None and args.tokens < 1:
-        raise ValueError(f"--tokens must be at least 1, not {args.tokens}")
+    check_sampling(args)
     prompt = _prompt(args)
     if args.json and prompt is None:
         raise ValueError("--json is for a prompt: give -p or -f")
@@ -87,7 +97,8 @@ def _checked(text: str, what: str) -> str:
 class _Sampling:
     def __init__(self, llm, args, default_tokens):
         self.llm = llm
-        self.options = {"max_tokens": args.tokens or default_tokens, "temperature": args.temp, "stream": True}
+        given = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p", "repeat_penalty")}
+        self.options = {"max_tokens": args.tokens or default_tokens, "temperature": args.temp, "stream": True, **{k: v for k, v in given.items() if v is not None}}
         self.seed = int.from_bytes(os.urandom(4), "little") if args.seed is None else args.seed
 
     def command(self, line):

@@ -31,6 +31,13 @@ class _Generation(BaseModel):
             raise ValueError("one answer at a time: must be 1")
         return value
 
+    @field_validator("temperature", check_fields=False)
+    @classmethod
+    def _temperature(cls, value):
+        if value < 0:  # llama_cpp would leave the other samplers out
+            raise ValueError("must be 0 or more")
+        return value
+
     @field_validator("seed", check_fields=False)
     @classmethod
     def _seed(cls, value):

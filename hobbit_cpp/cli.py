@@ -54,6 +54,16 @@ def add_model_arguments(p: argparse.ArgumentParser, ctx: str = "context in token
     p.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
 
 
+def add_sampling_arguments(p: argparse.ArgumentParser, tokens: str, seed: str) -> None:
+    p.add_argument("-n", "--tokens", type=int, metavar="N", help=tokens)
+    p.add_argument("--temp", type=float, default=0.8, metavar="X", help="temperature; 0: always the likeliest token (default: 0.8)")
+    p.add_argument("--top-k", type=int, metavar="N", help="choose among the N likeliest tokens, 0: all (default: 40)")
+    p.add_argument("--top-p", type=float, metavar="X", help="among the likeliest that have this probability together (default: 0.95)")
+    p.add_argument("--min-p", type=float, metavar="X", help="among those at least this share as likely as the likeliest (default: 0.05)")
+    p.add_argument("--repeat-penalty", type=float, metavar="X", help="make the last 64 tokens less likely by this factor (default: 1, off)")
+    p.add_argument("--seed", type=int, metavar="N", help=seed)
+
+
 def llama_arguments(args) -> dict:
     """Keyword arguments for Llama; what was not given is left out. ValueError for layers on a GPU without one, and for numbers that are none."""
     for name in ("ctx", "threads"):
@@ -85,9 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     text = run.add_mutually_exclusive_group()
     text.add_argument("-p", "--prompt", metavar="TEXT")
     text.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, - for standard input")
-    run.add_argument("-n", "--tokens", type=int, metavar="N", help="most tokens to generate (default: 128, in a chat until the reply ends)")
-    run.add_argument("--temp", type=float, default=0.8, metavar="X", help="temperature; 0: always the likeliest token (default: 0.8)")
-    run.add_argument("--seed", type=int, metavar="N", help="for the same text again (default: another each time)")
+    add_sampling_arguments(run, "most tokens to generate (default: 128, in a chat until the reply ends)", "for the same text again (default: another each time)")
     how = run.add_mutually_exclusive_group()
     how.add_argument("--raw", action="store_true", help="continue the text, even if the model has a chat template")
     how.add_argument("--chat", action="store_true", help="use the chat template; an error if the model has none")
@@ -135,6 +143,7 @@ def _command(argv: list[str]) -> int:
         from gguf_tools.info import main as info
         return info(argv[1:], "hobbit info")
     args = _parser().parse_args(argv)
+    _look_at_variables(args)
     if args.command == "run":
         from ._cli_run import run
         return run(args)
@@ -148,6 +157,16 @@ def _command(argv: list[str]) -> int:
         return args.function(args)
     from ._cli_bench import bench
     return bench(args)
+
+
+def _look_at_variables(args) -> None:
+    """Settings in the environment are for llama.cpp's own programs (docs/tools.md); say so where somebody may think otherwise."""
+    offloading = argparse.ArgumentParser()
+    add_offload_arguments(offloading)
+    for setting in sorted(vars(offloading.parse_args([]))):
+        name = f"HOBBIT_{setting.upper()}"
+        if name in os.environ and hasattr(args, setting):
+            warnings.warn(f"{name} counts for llama.cpp's own programs, not here: give --{setting.replace('_', '-')}", RuntimeWarning, stacklevel=2)
 
 
 # Arguments of Python's, as the commands call them: what is said of them is said by the modules for both.

@@ -95,6 +95,26 @@ def test_prompt_from_a_file(hobbit, dual, tmp_path):
     assert a[0] == 0 and a[1] == b[1]
 
 
+def test_sampling(hobbit, dual):
+    argv = ("run", dual, "-p", "Once upon a time", "-n", 12, "--threads", 1, "--t1", 1, "--seed", 5)
+    greedy = hobbit(*argv, "--temp", 0)[1]
+    assert hobbit(*argv, "--temp", 2)[1] != greedy
+    for only_the_first in (("--top-k", 1), ("--top-p", 1e-6), ("--min-p", 1)):
+        assert hobbit(*argv, "--temp", 2, *only_the_first)[1] == greedy
+    loose, strict = (hobbit(*argv[:5], 60, *argv[6:], "--temp", 0, *more)[1].split() for more in ((), ("--repeat-penalty", 50)))
+    assert len(loose) - len(set(loose)) > 3 > len(strict) - len(set(strict))
+
+
+def test_settings_in_the_environment_are_not_taken_in_silence(hobbit, dual, monkeypatch):
+    monkeypatch.setenv("HOBBIT_T1", "1")
+    monkeypatch.setenv("HOBBIT_HOST_COPIES", "none")
+    monkeypatch.setenv("HOBBIT_SHARED", "nowhere")
+    status, out, err = hobbit("run", dual, "-p", "Once", "-n", 2, "--threads", 1)
+    assert status == 0 and [line for line in err.splitlines() if line.startswith("warning:")] == [
+        "warning: HOBBIT_HOST_COPIES counts for llama.cpp's own programs, not here: give --host-copies",
+        "warning: HOBBIT_T1 counts for llama.cpp's own programs, not here: give --t1"]
+
+
 @pytest.mark.parametrize("argv, message", [
     (("nothing.gguf", "-p", "x"), "nothing.gguf does not exist"),
     (("{dual}", "-p", "x", "--cache", "5000"), r"--cache is 5000, .* need \d+ bytes"),
@@ -103,6 +123,11 @@ def test_prompt_from_a_file(hobbit, dual, tmp_path):
     (("{dual}", "-p", "x", "--t1", "0.9", "--t2", "0.5"), "--t1 is 0.9 and --t2 is 0.5"),
     (("{dual}", "-p", "x", "--t1", "nan"), "t1 must be"),
     (("{dual}", "-p", "x", "-n", "0"), "--tokens must be at least 1"),
+    (("{dual}", "-p", "x", "--temp", "-1"), "--temp must be 0 or more"),
+    (("{dual}", "-p", "x", "--top-p", "0"), "--top-p must be above 0"),
+    (("{dual}", "-p", "x", "--min-p", "nan"), "--min-p must be from 0 to 1"),
+    (("{dual}", "-p", "x", "--top-k", "-1"), "--top-k must be 0 or more"),
+    (("{dual}", "-p", "x", "--repeat-penalty", "0"), "--repeat-penalty must be above 0"),
     (("{dual}", "-p", "x", "--ctx", "0"), "--ctx must be at least 1"),
     (("{dual}", "-p", "x", "--threads", "0"), "--threads must be at least 1"),
     (("{dual}", "-p", "x", "--chat"), "has no chat template"),

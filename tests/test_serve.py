@@ -125,6 +125,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
     ("completions", {"prompt": "x", "max_tokens": "many"}, 400, "max_tokens"),
     ("completions", '{"prompt": "x", "temperature": NaN}', 400, "temperature"),
     ("completions", {"prompt": "x", "top_p": 2}, 400, "top_p"),
+    ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
     ("completions", {"prompt": "x", "seed": -5}, 400, "seed"),
     ("completions", {"prompt": "x", "best_of": 2}, 400, "must be 1"),
     ("completions", {"prompt": "x", "logprobs": 2}, 400, "logprobs"),
