@@ -570,21 +570,30 @@ void engine::submit_ahead(const std::vector<load_request> & loads) {
     queued_ahead_ = queued_ahead_ || !loads.empty();
 }
 
-// False: there is no slot to spare. What a link brings is appended to by_link, for submit_ahead().
+// False: there is no slot to spare.
 bool engine::load_ahead(int layer, int expert, int copy, bool same_layer, std::vector<load_request> & by_link) {
     // leave the slots that one token can need
     pool & pl = pool_of(layer, copy);
-    group_layout & g = layout_.groups[layout_.layers[layer].group];
-    if (pl.n_idle(g.n_used + 1, false) <= g.n_used) {
+    const int n_used = layout_.groups[pl.group()].n_used;
+    if (pl.n_idle(n_used + 1, false) <= n_used) {
         return false;
     }
-    std::vector<load_request> one;
-    std::vector<load_request> & loads = g.has_link() ? by_link : one;
-    loads.reserve(loads.size() + 1); // before anything is taken
     const int s = find_victim(pl, layer, copy, false);
     if (s < 0 || (!same_layer && pl.at(s).layer == layer)) {
         return false; // one expert of that layer for another gains nothing
     }
+    queue_ahead(PRIORITY_PREFETCH, pl, s, layer, expert, by_link);
+    return true;
+}
+
+// The slot is loaded before its layer's turn. What a link brings is appended to by_link, for submit_ahead(); other loads are queued
+// at once, so that the slot counts as loading from now on.
+slot & engine::queue_ahead(load_priority priority, pool & pl, int s, int layer, int expert, std::vector<load_request> & by_link) {
+    group_layout & g = layout_.groups[pl.group()];
+    const int copy = pl.copy();
+    std::vector<load_request> one;
+    std::vector<load_request> & loads = g.has_link() ? by_link : one;
+    loads.reserve(loads.size() + 1); // before anything is taken
     slot & x = occupy(pl, s, layer, expert, copy);
     x.prefetched = true;
     stats_[layer].prefetches++;
@@ -594,9 +603,9 @@ bool engine::load_ahead(int layer, int expert, int copy, bool same_layer, std::v
     loads.push_back({ &layout_.layers[layer], &g, copy, expert, s, &x.load, 0, layer });
     from_host(loads.back());
     if (!g.has_link()) {
-        loader_.submit(PRIORITY_PREFETCH, loads); // at once: the slot counts as loading from now on
+        loader_.submit(priority, loads);
     }
-    return true;
+    return x;
 }
 
 } // namespace hob

@@ -193,6 +193,7 @@ class engine {
     bool window_is_full(const pool & p) const;
     bool has_share(const pool & p, int layer) const;
     bool load_ahead(int layer, int expert, int copy, bool same_layer, std::vector<load_request> & loads);
+    slot & queue_ahead(load_priority priority, pool & pl, int s, int layer, int expert, std::vector<load_request> & by_link);
     void predict(next_routers & routers);
     void follow_up(int next, int ahead);
     int  room(const pool & pl, int layer, int most) const;

@@ -142,26 +142,12 @@ void engine::load_guess(int layer, guess & x, int * left, std::vector<load_reque
         return;
     }
     left[x.copy]--;
-    group_layout & g = layout_.groups[pl.group()];
-    std::vector<load_request> one;
-    std::vector<load_request> & loads = g.has_link() ? by_link : one;
-    loads.reserve(loads.size() + 1); // before anything is taken
-    slot & to = occupy(pl, s, layer, x.expert, x.copy);
-    to.prefetched = to.guessed = to.held = true;
+    slot & to = queue_ahead(PRIORITY_GUESS, pl, s, layer, x.expert, by_link);
+    to.guessed = to.held = true;
     x.slot   = s;
     x.loaded = true;
-    hobbit_stats & st = stats_[layer];
-    st.prefetches++;
-    st.predicted_loads++;
-    st.bytes_read      += x.bytes;
-    st.bytes_prefetch  += x.bytes;
-    st.bytes_predicted += x.bytes;
-    event(HOBBIT_EVENT_PREFETCH, layer, x.expert, x.copy, s);
-    loads.push_back({ &layout_.layers[layer], &g, x.copy, x.expert, s, &to.load, 0, layer });
-    from_host(loads.back());
-    if (!g.has_link()) {
-        loader_.submit(PRIORITY_GUESS, loads);
-    }
+    stats_[layer].predicted_loads++;
+    stats_[layer].bytes_predicted += x.bytes;
 }
 
 // The slot of a guess that is still its own; null: it has none, or it went to another expert.
