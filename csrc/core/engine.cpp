@@ -67,7 +67,13 @@ bool engine::at_once(int layer, int n_tokens, int n_used) const {
 
 bool engine::uses_low(int layer, int n_tokens, int n_used) const {
     const layer_layout & l = layout_.layers[layer];
-    return !layout_.groups[l.group].has_link() || n_tokens < BULK_TOKENS || (int64_t) n_tokens * n_used < 4 * l.n_expert;
+    const bool few = !layout_.groups[l.group].has_link() || n_tokens < BULK_TOKENS || (int64_t) n_tokens * n_used < 4 * l.n_expert;
+    return few && !holds_all(layer);
+}
+
+bool engine::holds_all(int layer) const {
+    const group_layout & g = layout_.groups[layout_.layers[layer].group];
+    return g.n_slots[COPY_HIGH] >= g.n_experts_total() && !params_.force_miss;
 }
 
 void engine::fill_whole_groups() {
@@ -123,6 +129,9 @@ void engine::begin_graph() {
     loader_.clear_error();
     aborted_ = false;
     pass_++;
+    for (pool & p : pools_) {
+        p.reorder();
+    }
     graph_t0_ = now_us();
 }
 

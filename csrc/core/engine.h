@@ -88,6 +88,10 @@ class engine {
     // several times is not: hardly an expert stays that nobody leans on, and products with the low ones would cost more.
     bool uses_low(int layer, int n_tokens, int n_used) const;
 
+    // Has every expert of the layer's group a slot? Then each is loaded once, at high precision: a low copy would save bytes once, and
+    // a skipped one would never come.
+    bool holds_all(int layer) const;
+
     // Are the next layers' experts predicted for a batch of this size?
     bool predicts(int n_tokens) const;
 

@@ -82,7 +82,7 @@ void engine::follow_up(int next, int ahead) {
         }
     }
     const auto copy_for = [&](const wish & w) {
-        const int32_t wish = w.wanted == HOBBIT_LOW && !uses_low(next, n_tokens_, l.n_used) ? HOBBIT_HIGH : w.wanted;
+        const int32_t wish = holds_all(next) || (w.wanted == HOBBIT_LOW && !uses_low(next, n_tokens_, l.n_used)) ? HOBBIT_HIGH : w.wanted;
         switch (params_.prefetch_copy) {
             case HOBBIT_PREFETCH_HIGH: return wish == HOBBIT_SKIP ? -1 : (int) COPY_HIGH;
             case HOBBIT_PREFETCH_LOW:  return wish == HOBBIT_LOW ? (int) COPY_LOW : -1;

@@ -96,10 +96,13 @@ uint32_t engine::uses(int layer, int expert) const {
 void engine::admit() {
     std::vector<load_request> loads;
     for (const expert_plan & p : plans_) {
-        if (!p.cpu || params_.admit == HOBBIT_ADMIT_NEVER || pool_of(layer_, COPY_HIGH).find(layer_, p.expert) >= 0) {
+        if (!p.cpu || params_.admit == HOBBIT_ADMIT_NEVER) {
             continue;
         }
         pool & pl = pool_of(layer_, p.copy);
+        if (pool_of(layer_, COPY_HIGH).find(layer_, p.expert) >= 0 || pl.find(layer_, p.expert) >= 0) { // a part of it, where it is divided
+            continue;
+        }
         bool wanted = pl.n_free() > 1;
         if (!wanted && params_.admit == HOBBIT_ADMIT_OFTEN && p.copy == COPY_HIGH) {
             const int v = pl.weakest(*policy_, context_for(layout_.layers[layer_].group));

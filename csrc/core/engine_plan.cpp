@@ -88,8 +88,9 @@ void engine::select(const route_request & req) {
         bound_skips();
     }
     if (!uses_low(layer_, n_tokens_, n_used_)) {
+        const bool all = holds_all(layer_);
         for (expert_plan & p : plans_) {
-            p.wanted = p.wanted == HOBBIT_LOW ? HOBBIT_HIGH : p.wanted;
+            p.wanted = p.wanted == HOBBIT_LOW || all ? HOBBIT_HIGH : p.wanted;
         }
     }
 }

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <algorithm>
+#include <cassert>
 
 namespace hob {
 
@@ -40,6 +41,7 @@ int pool::victim(const policy & pol, const policy_context & ctx, bool only_strea
 }
 
 void pool::assign(int s, int layer, int expert) {
+    assert(find(layer, expert) < 0);
     slot & x = slots_[s];
     if (x.free()) {
         free_.pop_back(); // victim() hands out the last free slot
@@ -86,6 +88,7 @@ bool pool::consistent() const {
     int resident = 0;
     int streamed = 0;
     std::vector<int> kept(kept_.size(), 0);
+    std::vector<int> residents(kept_.size(), 0);
     for (int s = 0; s < n_slots(); ++s) {
         const slot & x = slots_[s];
         streamed += x.streamed;
@@ -97,7 +100,13 @@ bool pool::consistent() const {
         }
         resident++;
         kept[in_group_[x.layer]] += !x.streamed;
+        residents[in_group_[x.layer]]++;
         if (where_[index(x.layer, x.expert)] != s) {
+            return false;
+        }
+    }
+    for (size_t l = 0; l < lists_.size(); ++l) {
+        if (lists_[l].resident != residents[l]) {
             return false;
         }
     }

@@ -49,7 +49,7 @@ class pool {
     int victim(const policy & pol, const policy_context & ctx, bool only_streamed);
 
     // The occupied slot of least priority that may be given up, -1 if none (pool_order.cpp). What one search finds
-    // serves until more slots may go, for one: forget_order() then.
+    // serves until more slots may go, for one: forget_order() then. A slot whose load has ended since is not looked for.
     int weakest(const policy & pol, const policy_context & ctx, bool only_streamed = false);
     void forget_order();
 
@@ -84,6 +84,7 @@ class pool {
     void search(const policy & pol, const policy_context & ctx, bool only_streamed);
     void fill(int list, const policy & pol, const policy_context & ctx);
     int  first_of(int list) const;
+    bool is_first(const head & h, const policy & pol, const policy_context & ctx) const;
     void pass_over(int list, int at);
     int  next_of(int list, int at, const policy_context & ctx);
     bool owned(int list, const listed & e) const { return slots_[e.slot].layer == lists_[list].layer && slots_[e.slot].expert == e.expert; }

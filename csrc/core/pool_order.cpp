@@ -7,6 +7,8 @@
 #include "pool.h"
 
 #include <algorithm>
+#include <cassert>
+#include <cmath>
 #include <tuple>
 
 namespace hob {
@@ -23,6 +25,9 @@ int pool::weakest(const policy & pol, const policy_context & ctx, bool only_stre
     if (only_streamed && n_streamed_ == 0) {
         return -1;
     }
+    if (order_ahead_ != ctx.layer) {
+        forget_ahead();
+    }
     const auto before = [](const head & a, const head & b) {
         return a.priority != b.priority ? a.priority < b.priority : std::tie(a.last_clock, a.list) < std::tie(b.last_clock, b.list);
     };
@@ -38,6 +43,7 @@ int pool::weakest(const policy & pol, const policy_context & ctx, bool only_stre
             head & h = heads_[least_];
             const listed * all = listed_in(h.list);
             if (usable(h.list, all[h.at], ctx)) {
+                assert(is_first(h, pol, ctx));
                 return all[h.at].slot;
             }
             least_ = -1;
@@ -54,6 +60,26 @@ int pool::weakest(const policy & pol, const policy_context & ctx, bool only_stre
         searching_ = false; // more may have become free to go since it began
     }
     return -1;
+}
+
+// Does what is kept from earlier searches give what looking at all would? Up to rounding. For assert().
+bool pool::is_first(const head & h, const policy & pol, const policy_context & ctx) const {
+    for (int l = 0; l < (int) lists_.size(); ++l) {
+        for (int i = 0; i < lists_[l].n; ++i) {
+            const listed & e = listed_[(size_t) l * n_expert_ + i];
+            if (e.passed == searches_ || !usable(l, e, ctx)) {
+                continue;
+            }
+            const slot & x = slots_[e.slot];
+            const candidate c = { x.layer, x.expert, copy_, x.last_clock, x.last_pass };
+            double p;
+            pol.priorities(&c, 1, ctx, &p);
+            if (p < h.priority - 1e-9 * std::fabs(h.priority)) {
+                return false;
+            }
+        }
+    }
+    return true;
 }
 
 void pool::forget_order() {
@@ -89,14 +115,13 @@ void pool::rank_ahead(const policy & pol, const policy_context & ctx) {
 
 void pool::forget_ahead() {
     if (order_ahead_ >= 0) {
-        order_ahead_ = -1;
-        searching_   = false;
+        reorder(); // priorities were those of another layer's turn
     }
 }
 
 // The first of each layer that may go, and its priority now.
 void pool::search(const policy & pol, const policy_context & ctx, bool only_streamed) {
-    searching_       = true;
+    searching_       = false; // until all is found: a policy may run out of memory
     search_streamed_ = only_streamed;
     searches_++;
     heads_.clear();
@@ -124,6 +149,7 @@ void pool::search(const policy & pol, const policy_context & ctx, bool only_stre
     for (size_t i = 0; i < heads_.size(); ++i) {
         heads_[i].priority = priorities_[i];
     }
+    searching_ = true;
 }
 
 void pool::fill(int l, const policy & pol, const policy_context & ctx) {
@@ -131,7 +157,7 @@ void pool::fill(int l, const policy & pol, const policy_context & ctx) {
     listed * all = listed_in(l);
     const int * where = &where_[(size_t) l * n_expert_];
     int n = 0;
-    for (int e = 0; n < list.resident; ++e) {
+    for (int e = 0; e < n_expert_ && n < list.resident; ++e) {
         if (where[e] >= 0) {
             all[n] = { 0.0, slots_[where[e]].last_clock, e, where[e], 0 };
             candidates_[n] = candidate_of(l, all[n]);

@@ -30,7 +30,8 @@ void driver::on_event(void * user, int32_t kind, int32_t layer, int32_t expert, 
     const int group = d.model.layout.layers[layer].group;
     switch (kind) {
         case HOBBIT_EVENT_HIT:
-            CHECK(it != d.resident_.end() && it->second == slot);
+            // with force_miss, layer() takes the chosen ones out before the engine does, which cannot wait for a load when the pass is to end
+            CHECK((d.params.force_miss && d.engine->decode_error()[0]) || (it != d.resident_.end() && it->second == slot));
             break;
         case HOBBIT_EVENT_EVICT:
             // with force_miss, layer() takes the chosen ones out before the engine does: another thread may come between, or the end

@@ -283,9 +283,30 @@ TEST(engine_select_hook_decides) {
     CHECK_EQ(st.wanted_skip, 1u);
 }
 
+TEST(engine_reads_each_expert_once_where_all_have_slots) {
+    fake_model m({ KINDS[0] }, { 0, 0 });
+    m.place_slots(2 * KINDS[0].n_expert, 1);
+    driver d(m, test_params(0.3f, 0.6f));
+    random_router router(check::seed);
+    std::vector<int32_t> ids(2);
+    std::vector<float> w(2);
+    for (int32_t pos = 0; pos < 100; ++pos) {
+        d.begin();
+        for (int layer = 0; layer < 2; ++layer) {
+            router.token(layer, KINDS[0].n_expert, 2, ids.data(), w.data());
+            d.layer(layer, 1, 2, ids, w, { 0 }, { pos }, layer == 0);
+        }
+        CHECK(d.end());
+    }
+    const hobbit_stats st = d.engine->stats();
+    CHECK(st.wanted_low > 0 && st.wanted_skip > 0);
+    CHECK_EQ(st.skips + st.misses_low + st.hits_low + st.evictions, 0u);
+    CHECK(st.misses_high <= 2u * KINDS[0].n_expert);
+}
+
 TEST(engine_resident_copies_serve) {
     fake_model m({ KINDS[0] }, { 0 });
-    m.place_slots(8, 8);
+    m.place_slots(KINDS[0].n_expert - 1, 8);
     driver d(m, test_params(0.6f, 0.9f));
     const auto step = [&](int32_t pos, std::vector<int32_t> experts, std::vector<float> weights) {
         const hobbit_stats a = d.engine->stats();

@@ -455,3 +455,130 @@ TEST(link_divides_no_low_miss_that_has_no_slot) {
         }
     }
 }
+
+TEST(link_admits_no_second_copy_of_what_is_divided) {
+    for (double cpu : { 0.3, 0.5, 1.0, 2.0, 3.0 }) {
+        fake_model m({ linked(16, 6) }, { 0, 0 });
+        m.place_slots(8, 12);
+        hobbit_params p = test_params(0.3f, 1.0f, HOBBIT_POLICY_LRU);
+        p.link_speed = 1.0;
+        p.cpu_speed  = cpu;
+        p.admit      = HOBBIT_ADMIT_OFTEN;
+        engine e(m.layout, p, divided_by(m, p, HOBBIT_MISS_AUTO), std::make_unique<fake_storage>(m));
+        random_router r(check::seed);
+        r.odd_weights = false;
+        const int32_t zero = 0;
+        for (int32_t step = 0; step < 50; ++step) {
+            e.begin_graph();
+            for (int layer = 0; layer < 2; ++layer) {
+                int32_t ids[6], o[7][6];
+                float w[6];
+                r.token(layer, 16, 6, ids, w);
+                e.route({ layer, 1, 6, e.waves(layer, 1, 6), ids, w, &e, &zero, &step, layer == 0 }, 0, { o[0], o[1], o[2], { o[3], o[4] }, o[5], o[6] });
+                e.arrive(0, nullptr);
+                e.cpu_begins();
+                e.cpu_done();
+            }
+            CHECK_EQ(e.end_graph(), std::string());
+            CHECK(e.consistent());
+        }
+    }
+}
+
+// Links, the CPU's part, several groups, prompts, searches ahead, prefetches, changed policies, layers left out.
+TEST(link_random_engines_stay_consistent) {
+    random_router r(check::seed);
+    r.odd_weights = false;
+    for (int round = 0; round < 400; ++round) {
+        std::vector<group_spec> groups = { linked(6 + r.below(20), 1 + r.below(4)) };
+        if (r.below(2)) {
+            groups.push_back(linked(4 + r.below(30), 1 + r.below(4)));
+        }
+        const int n_groups = (int) groups.size();
+        std::vector<int> layers;
+        for (int l = n_groups + r.below(5); l > 0; --l) {
+            layers.push_back((int) layers.size() < n_groups ? (int) layers.size() : r.below(n_groups));
+        }
+        const int n_layers = (int) layers.size();
+        fake_model m(groups, layers);
+        int most = 0;
+        for (const group_spec & g : groups) {
+            most = std::max(most, g.n_used);
+        }
+        m.place_slots(most + r.below(30), 1 + most + r.below(10));
+        hobbit_params p = test_params(0.5f, r.below(2) ? 0.9f : 1.0f, r.below(5));
+        p.link_speed = 1.0;
+        p.cpu_speed  = 0.3 + r.below(4);
+        p.admit      = r.below(3);
+        p.cpu_batch  = 1 + r.below(60);
+        engine e(m.layout, p, divided_by(m, p, r.below(3)), std::make_unique<fake_storage>(m));
+        const auto look_ahead = [&] {
+            const int at = r.below(n_layers);
+            e.prefetch(at, r.below(m.layout.layers[at].n_expert), r.below(2));
+        };
+        for (int step = 0; step < 40; ++step) {
+            const int n_tokens = r.below(8) == 0 ? 32 + r.below(30) : r.below(2) == 0 ? 2 + r.below(20) : 1;
+            std::vector<int32_t> seq(n_tokens), pos(n_tokens);
+            for (int t = 0; t < n_tokens; ++t) {
+                seq[t] = r.below(3);
+                pos[t] = r.below(200) == 0 ? 0 : step * 100 + t;
+            }
+            const bool some = r.below(4) == 0;
+            bool first = true;
+            e.begin_graph();
+            for (int layer = 0; layer < n_layers; ++layer) {
+                if (some && r.below(3) == 0) {
+                    continue;
+                }
+                const layer_layout & l = m.layout.layers[layer];
+                const int n = n_tokens * l.n_used;
+                std::vector<int32_t> ids(n);
+                std::vector<float> w(n);
+                for (int t = 0; t < n_tokens; ++t) {
+                    r.token(layer, l.n_expert, l.n_used, &ids[t * l.n_used], &w[t * l.n_used]);
+                }
+                std::vector<int32_t> o[7];
+                for (auto & x : o) {
+                    x.assign(n, -1);
+                }
+                const int  n_waves = e.waves(layer, n_tokens, l.n_used);
+                const bool at_once = e.at_once(layer, n_tokens, l.n_used);
+                const auto compute = [&] {
+                    if (e.has_cpu_part(layer, n_tokens)) {
+                        e.cpu_begins();
+                        e.rank_ahead();
+                        e.cpu_done();
+                    }
+                };
+                for (int v = 0; v < n_waves; ++v) {
+                    e.route({ layer, n_tokens, l.n_used, n_waves, ids.data(), w.data(), &e, seq.data(), pos.data(), first }, v,
+                            { o[0].data(), o[1].data(), o[2].data(), { o[3].data(), o[4].data() }, o[5].data(), o[6].data() });
+                    if (!at_once) {
+                        e.arrive(v, nullptr);
+                        if (v == 0) {
+                            compute();
+                        }
+                    }
+                }
+                first = false;
+                for (int v = 0; at_once && v < n_waves; ++v) {
+                    e.arrive(v, nullptr);
+                }
+                if (at_once) {
+                    compute();
+                }
+                if (r.below(10) == 0) {
+                    look_ahead();
+                }
+                if (r.below(60) == 0) {
+                    e.set_policy(r.below(5), nullptr);
+                }
+            }
+            CHECK_EQ(e.end_graph(), std::string());
+            CHECK(e.consistent());
+            while (r.below(4) == 0) {
+                look_ahead();
+            }
+        }
+    }
+}
