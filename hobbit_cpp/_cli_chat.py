@@ -72,8 +72,8 @@ class Conversation(Chat):
         super().__init__(llm, args)
         self.path = args.history
         self.messages = read_history(self.path) if self.path else []
-        if args.system is not None and self.messages[:1] != [{"role": "system", "content": args.system}]:
-            self.messages = [{"role": "system", "content": args.system}]
+        if self.system and self.messages[:1] != self.system:
+            self.messages = list(self.system)
 
     @property
     def n_system(self) -> int:

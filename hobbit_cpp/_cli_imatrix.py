@@ -21,6 +21,8 @@ def add_parser(commands) -> None:
 def run(args) -> int:
     from .imatrix import imatrix
 
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads must be at least 1, not {args.threads}")
     given = {"n_threads": args.threads, "n_threads_batch": args.threads, "n_gpu_layers": args.gpu_layers}
     counts = imatrix(args.model, args.text, args.output, n_ctx=args.ctx, chunks=args.chunks, force=args.force, progress=True,
                      **{k: v for k, v in given.items() if v is not None})

@@ -44,7 +44,7 @@ def check_sampling(args) -> None:
     """ValueError for numbers that no text can be sampled with: llama.cpp would take some of them for others."""
     for name, good, must in (("tokens", lambda n: n >= 1, "at least 1"), ("temp", lambda x: 0 <= x < math.inf, "0 or more"), ("top_k", lambda n: n >= 0, "0 or more"),
                              ("top_p", lambda x: 0 < x <= 1, "above 0 and at most 1"), ("min_p", lambda x: 0 <= x <= 1, "from 0 to 1"),
-                             ("repeat_penalty", lambda x: 0 < x < math.inf, "above 0")):
+                             ("seed", lambda n: 0 <= n < 2**32, "from 0 to 4294967295"), ("repeat_penalty", lambda x: 0 < x < math.inf, "above 0")):
         value = getattr(args, name)
         if value is not None and not good(value):
             raise ValueError(f"--{name.replace('_', '-')} must be {must}, not {value}")
@@ -62,6 +62,8 @@ def run(args) -> int:
             p = llm.offload_stats()["settings"]
             print(f"[profile {llm.profile}: T1 {p['t1']:g}, T2 {p['t2']:g}, policy {p['policy']}, cache {format_budget(p['cache_bytes'])}]", file=sys.stderr)
         chat = has_template(llm) and not args.raw
+        if args.system is not None and not chat:
+            raise ValueError("--system needs a chat template" + (": leave out --raw" if args.raw else f", and {args.model} has none: leave it out"))
         talk = (Chat if chat else _Text)(llm, args)
         if args.json:
             text = "".join(talk.reply(prompt))
@@ -71,6 +73,8 @@ def run(args) -> int:
             converse(talk, llm)
         else:
             print_stream(talk.reply(prompt))
+            if sum(llm.last_generation.lengths) >= llm.n_ctx():
+                print(f"[the context of {llm.n_ctx()} tokens is full: --ctx gives more]", file=sys.stderr)
             print(_closing_line(llm), file=sys.stderr)
         if args.stats:
             print(stats.table(llm.offload_stats()), file=sys.stderr)
@@ -97,7 +101,7 @@ def _checked(text: str, what: str) -> str:
 class _Sampling:
     def __init__(self, llm, args, default_tokens):
         self.llm = llm
-        given = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p", "repeat_penalty")}
+        given = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p", "repeat_penalty", "stop")}
         self.options = {"max_tokens": args.tokens or default_tokens, "temperature": args.temp, "stream": True, **{k: v for k, v in given.items() if v is not None}}
         self.seed = int.from_bytes(os.urandom(4), "little") if args.seed is None else args.seed
 
@@ -133,7 +137,8 @@ class Chat(_Sampling):
 
     def __init__(self, llm, args):
         super().__init__(llm, args, None)
-        self.messages = []
+        self.system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        self.messages = list(self.system)
 
     def reply(self, text):
         self.messages.append({"role": "user", "content": text})
@@ -147,7 +152,7 @@ class Chat(_Sampling):
             self.messages.append({"role": "assistant", "content": said})
 
     def forget(self):
-        self.messages = []
+        self.messages = list(self.system)
 
 
 def print_stream(pieces) -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 
-NEEDS = "hobbit serve needs more packages ({}): pip install 'hobbit-cpp[server]'"
+NEEDS = "hobbit serve needs more packages ({}): pip install '.[server]' in hobbit-cpp's folder"
 SLOW = 10  # seconds more than --grace, for a forward pass to end and a client to read
 POOLING = {"mean": 1, "cls": 2, "last": 3}  # enum llama_pooling_type
 

@@ -142,7 +142,7 @@ def plan(args) -> list[dict]:
 
 def parse_slots(text: str) -> tuple[int, int]:
     high, plus, low = text.partition("+")
-    if not plus or not high.isdigit() or not low.isdigit() or max(int(high), int(low)) >= 2**31:
+    if not text.isascii() or not plus or not high.isdigit() or not low.isdigit() or max(int(high), int(low)) >= 2**31:
         raise ValueError(f"--slots is {text!r}: give a number of high and one of low slots, such as 32+8")
     return int(high), int(low)
 

@@ -38,7 +38,7 @@ def _converter() -> Path:
     lacking = missing()
     if lacking:
         raise ConvertError(f"a checkpoint folder needs the Python package{'s' if len(lacking) > 1 else ''} {', '.join(lacking)}: "
-                           "pip install 'hobbit-cpp[hf]', or give a GGUF")
+                           "pip install '.[hf]' in hobbit-cpp's folder, or give a GGUF")
     return path
 
 

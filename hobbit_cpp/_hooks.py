@@ -37,24 +37,25 @@ class Hooks:
                 raise TypeError(f"{name} must be a function or None, not {f!r}")
         self.error = None
         self.thread = None  # where one of them runs
+        self.running = None  # its name
         self.c = b.hobbit_hooks()
         if select:
-            self.c.select = b.hobbit_select_fn(self._guard(lambda *a: self._select(select, *a)))
+            self.c.select = b.hobbit_select_fn(self._guard("select", lambda *a: self._select(select, *a)))
         if prefetch:
-            self.c.prefetch = b.hobbit_prefetch_fn(self._guard(lambda *a: self._prefetch(prefetch, *a)))
+            self.c.prefetch = b.hobbit_prefetch_fn(self._guard("prefetch", lambda *a: self._prefetch(prefetch, *a)))
         if event:
-            self.c.event = b.hobbit_event_fn(self._guard(lambda *a: self._event(event, *a)))
+            self.c.event = b.hobbit_event_fn(self._guard("event", lambda *a: self._event(event, *a)))
 
-    def _guard(self, f):
+    def _guard(self, name, f):
         def call(*args):
             if self.error is None:
-                self.thread = threading.get_ident()
+                self.thread, self.running = threading.get_ident(), name
                 try:
                     f(*args)
                 except BaseException as error:  # KeyboardInterrupt, too
                     self.error = error
                 finally:
-                    self.thread = None
+                    self.thread = self.running = None
         return call
 
     def take_error(self):

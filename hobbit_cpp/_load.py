@@ -30,6 +30,7 @@ BASE_ARGUMENTS = {
 
 
 # Left free on each GPU besides KV cache and compute buffers: what its libraries take once they run.
+MAX_THREADS = 512  # GGML_MAX_N_THREADS
 DEVICE_MARGIN = 768 * memory.MIB
 
 
@@ -130,6 +131,8 @@ def check_used_experts(overrides, metadata) -> int:
     arch = metadata.get("general.architecture")
     n_expert = metadata.get(f"{arch}.expert_count")
     n_used = 0
+    if overrides is not None and not (isinstance(overrides, dict) and all(isinstance(key, str) for key in overrides)):
+        raise TypeError(f"kv_overrides must be a dictionary from names to values, not {overrides!r}")
     if not isinstance(n_expert, int) or n_expert < 1:
         return 0
     for key, value in (overrides or {}).items():
@@ -147,6 +150,14 @@ def need_of(metadata, path: str, arguments: dict, n_used: int) -> model_memory.N
         return BASE_ARGUMENTS[name] if value is None else value
 
     n_ctx = check_int("n_ctx", use("n_ctx"), 0, 2**31 - 1)
+    for name in ("n_batch", "n_ubatch"):
+        check_int(name, use(name), 1, 2**31 - 1)
+    for name in ("n_threads", "n_threads_batch"):  # ggml has arrays of so many; -1 is llama.cpp's own default
+        if arguments.get(name) is not None:
+            check_int(name, arguments[name], -1, MAX_THREADS)
+    for name in ("type_k", "type_v"):
+        if arguments.get(name) is not None and arguments[name] not in ggml.types():
+            raise ValueError(f"{name} is {arguments[name]!r}, which is none of ggml's types")
     try:
         return model_memory.estimate(
             metadata, resident_bytes=os.path.getsize(path), n_ctx=n_ctx, n_batch=use("n_batch"), n_ubatch=use("n_ubatch"), n_used=n_used,

@@ -109,6 +109,16 @@ class Limits:
             self.metrics.seconds.labels(path).observe(time.perf_counter() - began)
 
 
+def to_json(value) -> str:
+    """llama_cpp's log probabilities are NumPy's."""
+    return json.dumps(value, default=float, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+class PlainJSON(JSONResponse):
+    def render(self, content) -> bytes:
+        return to_json(content).encode("utf-8")
+
+
 class Service:
     """The routes' work. settings: ServeSettings."""
 
@@ -164,7 +174,7 @@ class Service:
             return create(**arguments(body, allowed, self.llm, name, self.settings.max_tokens))
 
         if not body.stream:
-            return JSONResponse(await self.call(request, begin))
+            return PlainJSON(await self.call(request, begin))
         return await self.stream(request, body, begin)
 
     async def stream(self, request: Request, body, begin):
@@ -186,18 +196,18 @@ class Service:
             part = first
             try:
                 while part is not END:
-                    yield json.dumps(part)
+                    yield to_json(part)
                     last = part
                     part = await call(lambda: next(parts, END))
                 if body.include_usage:
                     n_prompt, n_new = self.llm.last_generation.lengths
                     usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
-                    yield json.dumps({**last, "choices": [], "usage": usage})
+                    yield to_json({**last, "choices": [], "usage": usage})
                 yield "[DONE]"
             except Gone:
                 self.metrics.gone.inc()
             except (HobbitError, Refused) as problem:
-                yield json.dumps({"error": {"message": str(problem), "type": "server_error", "param": None, "code": None}})
+                yield to_json({"error": {"message": str(problem), "type": "server_error", "param": None, "code": None}})
 
         return EventStream(events(), stack)
 

@@ -31,6 +31,13 @@ class _Generation(BaseModel):
             raise ValueError("one answer at a time: must be 1")
         return value
 
+    @field_validator("stop", check_fields=False)
+    @classmethod
+    def _stop(cls, value):
+        if value == "" or (isinstance(value, list) and "" in value):
+            raise ValueError("an empty text stops before the first token: leave it out")
+        return value
+
     @field_validator("temperature", check_fields=False)
     @classmethod
     def _temperature(cls, value):
@@ -51,7 +58,7 @@ class _Generation(BaseModel):
 
 
 class CompletionRequest(_Generation, types.CreateCompletionRequest):
-    prompt: Union[str, List[int], List[str]] = ""
+    prompt: Union[str, List[int], List[str]]
     max_tokens: Optional[int] = Field(16, ge=1)
 
     @field_validator("prompt")
@@ -69,6 +76,15 @@ class ChatRequest(_Generation, types.CreateChatCompletionRequest):
     max_tokens: Optional[int] = Field(None, ge=1)
     max_completion_tokens: Optional[int] = Field(None, ge=1)
     response_format: Optional[Dict[str, Any]] = None
+
+    @field_validator("messages")
+    @classmethod
+    def _text_only(cls, value):
+        for message in value:
+            parts = message.get("content")
+            if isinstance(parts, list) and any(part.get("type") != "text" for part in parts):
+                raise ValueError("content must be text: this server sees no images and hears nothing")
+        return value
 
     @field_validator("response_format")
     @classmethod
@@ -92,6 +108,13 @@ class EmbeddingRequest(BaseModel):
     dimensions: Optional[int] = None
     user: Optional[str] = None
 
+    @field_validator("input")
+    @classmethod
+    def _something(cls, value):
+        if not value:
+            raise ValueError("there is nothing to embed")
+        return value
+
     @field_validator("dimensions")
     @classmethod
     def _as_the_model(cls, value):
@@ -113,6 +136,8 @@ def arguments(body: BaseModel, allowed, llm, name: str, most: Optional[int]) -> 
     name  the model's, for the answer; most  the server's limit for max_tokens
     """
     given = body.model_dump()
+    if body.logprobs is not None and body.logprobs is not False and not llm._logits_all:
+        raise ValueError("logprobs need the logits of all tokens: start the server with --logits-all")
     if given.get("max_completion_tokens") is not None:
         given["max_tokens"] = given["max_completion_tokens"]
     result = {k: v for k, v in given.items() if k in allowed and v is not None}

@@ -1,4 +1,4 @@
-"""The plane of a frontier as a picture (altair, an optional extra: pip install 'hobbit-cpp[plot]')."""
+"""The plane of a frontier as a picture (altair, an optional extra: plot)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _altair():
         import altair
         import vl_convert  # noqa: F401  draws PNGs and holds the scripts of a self-contained HTML
     except ImportError as error:
-        raise ValueError(f"drawing needs altair and vl-convert-python ({error}): pip install 'hobbit-cpp[plot]', or leave out --png and --html") from None
+        raise ValueError(f"drawing needs altair and vl-convert-python ({error}): pip install '.[plot]' in hobbit-cpp's folder, or leave out --png and --html") from None
     return altair
 
 

@@ -192,6 +192,9 @@ def calibrate(model, *, text, budget, max_kl: float, types=None, n_ctx: int = N_
         output = os.fspath(output)
         if not output.endswith(".gguf"):
             raise ValueError(f"the output must be called NAME.gguf, not {output}")
+        folder = os.path.dirname(os.path.abspath(output))
+        if not os.path.isdir(folder):
+            raise ValueError(f"the folder {folder} does not exist")
         if os.path.exists(output) and not force:
             raise ValueError(f"{output} exists already: give another output name, or --force to replace it")
     with open(text, "rb"):  # told before models are made

@@ -42,14 +42,14 @@ def add_offload_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def _layers(text: str):
-    if text != "auto" and not text.isdigit():
+    if text != "auto" and not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"give a number of layers from 0 to 3, or auto, not {text!r}")
     return text if text == "auto" else int(text)
 
 
 def add_model_arguments(p: argparse.ArgumentParser, ctx: str = "context in tokens (default: the model's, at most 4096)") -> None:
-    p.add_argument("--ctx", type=int, metavar="N", help=ctx)
-    p.add_argument("--threads", type=int, metavar="N", help="computing threads (default: half of the cores, for prompts all)")
+    p.add_argument("-c", "--ctx", type=int, metavar="N", help=ctx)
+    p.add_argument("-t", "--threads", type=int, metavar="N", help="computing threads (default: half of the cores, for prompts all)")
     p.add_argument("-ngl", "--gpu-layers", type=int, metavar="N", help="layers on the GPU, -1: all (default: none)")
     p.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
 
@@ -61,6 +61,7 @@ def add_sampling_arguments(p: argparse.ArgumentParser, tokens: str, seed: str) -
     p.add_argument("--top-p", type=float, metavar="X", help="among the likeliest that have this probability together (default: 0.95)")
     p.add_argument("--min-p", type=float, metavar="X", help="among those at least this share as likely as the likeliest (default: 0.05)")
     p.add_argument("--repeat-penalty", type=float, metavar="X", help="make the last 64 tokens less likely by this factor (default: 1, off)")
+    p.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
     p.add_argument("--seed", type=int, metavar="N", help=seed)
 
 
@@ -99,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     how = run.add_mutually_exclusive_group()
     how.add_argument("--raw", action="store_true", help="continue the text, even if the model has a chat template")
     how.add_argument("--chat", action="store_true", help="use the chat template; an error if the model has none")
+    run.add_argument("--system", metavar="TEXT", help="in a chat template: how the model is to behave")
     run.add_argument("--stats", action="store_true", help="print a table of what the expert cache did")
     run.add_argument("--json", action="store_true", help="print text and statistics of a prompt as JSON, when it is done")
     add_model_arguments(run)
@@ -142,7 +144,13 @@ def _command(argv: list[str]) -> int:
     if argv[:1] == ["info"]:
         from gguf_tools.info import main as info
         return info(argv[1:], "hobbit info")
-    args = _parser().parse_args(argv)
+    if argv in ([], ["help"]):
+        _parser().print_help(sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    args, rest = _parser().parse_known_args(argv)
+    if rest:
+        print(f"error: hobbit {args.command} knows no {rest[0]} (hobbit {args.command} --help)", file=sys.stderr)
+        return 2
     _look_at_variables(args)
     if args.command == "run":
         from ._cli_run import run
@@ -172,12 +180,13 @@ def _look_at_variables(args) -> None:
 # Arguments of Python's, as the commands call them: what is said of them is said by the modules for both.
 _FLAGS = {"cache_bytes": "--cache", "n_ctx": "--ctx", "n_io_threads": "--io-threads", "low_fraction": "--low-fraction", "skip_mass": "--skip-mass",
           "prefetch_ranks": "--prefetch-ranks", "host_copies": "--host-copies", "unified_memory": "--unified-memory", "n_gpu_layers": "--gpu-layers",
-          "max_kl": "--max-kl", "t1": "--t1", "t2": "--t2"}
+          "n_threads": "--threads", "n_threads_batch": "--threads", "max_kl": "--max-kl", "t1": "--t1", "t2": "--t2"}
 _NAMES = re.compile(rf"(?<![\w./-])({'|'.join(_FLAGS)})(?![\w./-])")
 
 
 def _told(message) -> str:
-    return _NAMES.sub(lambda m: _FLAGS[m[1]], str(message))
+    text = _NAMES.sub(lambda m: _FLAGS[m[1]], str(message))
+    return f"{text}: give a larger --ctx" if "exceed context window" in text else text
 
 
 def _silence_stdout() -> None:

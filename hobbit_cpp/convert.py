@@ -314,7 +314,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         description="Split off a model's routed experts and store each of them at two precisions: OUT.gguf (everything else) "
                     "and OUT.experts.gguf (the experts).")
     p.add_argument("source", metavar="SRC.gguf", help="a mixture-of-experts model, or part 1 of a split one, or the folder of a Hugging "
-                                                      "Face checkpoint (needs pip install 'hobbit-cpp[hf]')")
+                                                      "Face checkpoint (needs pip install '.[hf]')")
     p.add_argument("-o", "--output", metavar="OUT.gguf", help="main file to write (default: SRC-hobbit.gguf in the current folder)")
     p.add_argument("--preset", choices=list(PRESETS), default=DEFAULT_PRESET,
                    help="types of both copies. int8+int2: q8_0 and q2_k; f16+q4: f16 and q4_0. The high type is taken "

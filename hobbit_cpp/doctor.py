@@ -90,9 +90,12 @@ def model(args) -> dict:
     elif budget < info.floor_bytes:
         report["advice"] = f"the budget is below the floor of {info.floor_bytes} bytes: this is refused"
     elif budget >= everything:
-        report["advice"] = "all experts fit: after the first use nothing is read; t1=1 costs nothing more"
+        report["budget"] = min(budget, everything + info.low_bytes)  # more is never taken
+        report["advice"] = "all experts fit: after the first use nothing is read, and all are served at high precision"
     else:
-        report["advice"] = f"about {100 * budget / info.high_bytes:.0f} % of the experts fit; a smaller context, or an ordinary quantization that fits whole, reads less"
+        more = "a smaller context leaves more; " if settings.budget.kind == "auto" else ""
+        report["advice"] = (f"about {100 * budget / info.high_bytes:.0f} % of the experts fit, {memory.format_bytes(everything)} hold all; {more}"
+                            "an ordinary quantization that fits whole reads nothing")
     return report
 
 

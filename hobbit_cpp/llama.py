@@ -349,7 +349,10 @@ class Llama(llama_cpp.Llama):
         self.close()
 
     def __getstate__(self):
-        return {**super().__getstate__(), **self._settings.given, "profile": self._use_profile}
+        given = dict(self._settings.given)
+        if given.get("policy", "hobbit") != "hobbit":
+            given.pop("policy_weights", None)
+        return {**super().__getstate__(), **given, "profile": self._use_profile}
 
     # --- offloading ---
 
@@ -427,8 +430,10 @@ class Llama(llama_cpp.Llama):
         c_weights = None if weights is None else (ctypes.c_float * 4)(*weights)
         with self._offload() as engine:
             self._check(b.hobbit_set_policy(engine, number, c_weights), ValueError)
-        self._settings.given.pop("policy_weights", None) if name != "hobbit" else None
-        self._settings.given.update(policy=name, **({} if weights is None else {"policy_weights": weights}))
+        given = self._settings.given
+        given["policy"] = name
+        if weights is not None:
+            given["policy_weights"] = weights
 
     def set_hooks(self, *, select=None, prefetch=None, event=None):
         """Functions that see and steer the cache; replaces all earlier ones, without arguments removes them.
@@ -442,7 +447,7 @@ class Llama(llama_cpp.Llama):
 
         layer counts layers with offloaded experts. The arrays are the function's own. An exception raised in a hook
         ends the forward pass and comes out of the call that needed it. Hooks must not run the model, close it or
-        change its hooks.
+        change its hooks; event must not call self.prefetch() either.
         """
         self._not_in_a_hook("change the hooks of")
         with self._turns.run(), self._offload() as engine:
@@ -459,10 +464,12 @@ class Llama(llama_cpp.Llama):
             self._ctx.abort.function = function
 
     def prefetch(self, layer: int, expert: int, precision: str = "high") -> bool:
-        """Ask for a copy to be loaded when the storage is idle. False: it is there, or no slot can be spared."""
+        """Ask for a copy to be loaded when the storage is idle. False: it is there, or no slot can be spared. RuntimeError in an event hook."""
         if precision not in PRECISION:
             raise ValueError(f"precision must be 'low' or 'high', not {precision!r}")
         layer, expert = check_int("layer", layer, 0, 2**31 - 1), check_int("expert", expert, 0, 2**31 - 1)
+        if self._hooks is not None and self._hooks.thread == threading.get_ident() and self._hooks.running == "event":
+            raise RuntimeError("an event hook must not load experts: it is told in the middle of a change; use a prefetch hook")
         with self._offload() as engine:
             return bool(self._check(b.hobbit_prefetch(engine, layer, expert, PRECISION[precision]), ValueError))
 
@@ -481,7 +488,10 @@ class Llama(llama_cpp.Llama):
         layer, with the fields seq, pos, layer, expert [n_used] and weight [n_used]. The file appears at stop_trace()
         or close(). Raises HobbitError where it cannot be written or a trace is running."""
         with self._offload() as engine:
-            self._check(b.hobbit_trace_start(engine, os.fsencode(path)), HobbitError)
+            name = os.fsencode(path)
+            if b"\0" in name:
+                raise ValueError(f"{path!r} is no name of a file")
+            self._check(b.hobbit_trace_start(engine, name), HobbitError)
 
     def stop_trace(self):
         with self._offload() as engine:

@@ -39,7 +39,10 @@ def parse_bytes(text: str) -> int:
     unit = _UNITS.get(match[2].upper()) if match else None
     if unit is None:
         raise ValueError(f"{text!r} is not a size: write a number and a unit, such as 8GiB, 8GB, 512MiB or 1.5G")
-    return int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
+    try:
+        return int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
+    except (OverflowError, ValueError):  # beyond what a float has, or of more digits than Python reads
+        raise ValueError(f"{text[:20]}... is not a size") from None
 
 
 def format_bytes(n: float) -> str:

@@ -55,7 +55,10 @@ def check_number(name: str, x, low: float, high: float = math.inf, unit: str = "
     allowed = (f"a number of at least {low:g}" if math.isinf(high) else f"a number from {low:g} to {high:g}") + unit
     if _is_bool(x) or not isinstance(x, numbers.Real):
         raise TypeError(f"{name} must be {allowed}, not {x!r} ({type(x).__name__})")
-    x = float(x)
+    try:
+        x = float(x)
+    except OverflowError:
+        x = math.inf
     if not math.isfinite(x) or not low <= x <= high:
         raise ValueError(f"{name} must be {allowed}, not {x:g}")
     return x
@@ -76,15 +79,17 @@ def check_bool(name: str, x) -> bool:
 
 
 def check_switch(name: str, x):
-    if x != "auto" and not _is_bool(x):
+    if not _is_bool(x) and not (isinstance(x, str) and x == "auto"):
         raise TypeError(f"{name} must be True, False or 'auto', not {x!r}")
-    return x
+    return x if isinstance(x, str) else bool(x)
 
 
 def check_host_copies(x):
     """(True, False, "auto" or what was given, bytes where it is a size)."""
-    if x == "auto" or _is_bool(x):
+    if isinstance(x, str) and x == "auto":
         return x, 0
+    if _is_bool(x):
+        return bool(x), 0
     if isinstance(x, str):
         try:
             n = parse_bytes(x)
@@ -160,7 +165,7 @@ class Budget:
     fraction: float = 0.0
 
 
-BUDGET_FORMS = "bytes as int, or text such as '8GiB', '8 GB', '512MiB', '25%' (of all experts at high precision), 'min' or 'auto'"
+BUDGET_FORMS = "a size such as 8GiB, 8GB or 512MiB, a number of bytes, 25% (of all experts at high precision), min or auto"
 
 
 def parse_budget(x) -> Budget:
@@ -182,7 +187,8 @@ def parse_budget(x) -> Budget:
         except ValueError:
             raise ValueError(f"cache_bytes is {x!r}: give {BUDGET_FORMS}") from None
         if n < 4096:
-            raise ValueError(f"cache_bytes is {x!r}, which is {n} bytes: give a unit (8GiB), or a share of all experts (25%)")
+            unit = "less than any model needs" if any(c.isalpha() for c in x) else f"which is {n} bytes: give a unit (8GiB), or a share of all experts (25%)"
+            raise ValueError(f"cache_bytes is {x!r}, {unit}")
         x = n
     elif _is_bool(x) or not isinstance(x, numbers.Integral):
         raise TypeError(f"cache_bytes is {x!r} ({type(x).__name__}): give {BUDGET_FORMS}")
@@ -204,7 +210,7 @@ class Settings:
         use = {**DEFAULTS, **self.given}
         self.t1, self.t2 = check_thresholds(use["t1"], use["t2"])
         self.budget = parse_budget(use["cache_bytes"])
-        self.cache_bytes = use["cache_bytes"]
+        self.cache_bytes = use["cache_bytes"] if isinstance(use["cache_bytes"], str) else self.budget.bytes
         self.policy = use["policy"]
         self.policy_number, self.policy_weights = check_policy(use["policy"], use["policy_weights"])
         self.skip_mass = check_number("skip_mass", use["skip_mass"], 0.0, unit=" (1 or more: no bound)")

@@ -119,11 +119,21 @@ def check(trace: Trace, layers: np.ndarray | None) -> np.ndarray:
     layers = trace.layers if layers is None else layers
     if layers is None:
         raise ValueError("the trace does not say the sizes of its model's experts: name the model it was recorded with")
+    if not len(layers) or not np.isin(layers["group"], np.arange(len(layers))).all():
+        raise ValueError("the trace is damaged: it does not say which layers of its model are alike")
     used, experts = int(layers["n_expert_used"].max()), int(layers["n_expert"].max())
     if trace.rows["layer"].max() >= len(layers) or trace.n_used > used or trace.rows["expert"].max() >= experts:
         raise ValueError(f"the trace is of another model: it has {trace.rows['layer'].max() + 1} layers of at least {trace.rows['expert'].max() + 1} experts, "
                          f"{trace.n_used} used; the model {len(layers)} of {experts}, {used} used")
     return np.ascontiguousarray(layers)
+
+
+def _slot_pairs(slots, n_groups: int) -> list[int]:
+    """[high, low of each group]. ValueError or TypeError for anything but pairs of whole numbers."""
+    pairs = np.asarray(slots)
+    if pairs.shape not in ((2,), (n_groups, 2)):
+        raise ValueError(f"slots must be (high, low), or such a pair for each of the {n_groups} groups of layers, not {slots!r}")
+    return [check_int("slots", n, 0, 2**31 - 1) for n in np.broadcast_to(pairs, (n_groups, 2)).reshape(-1).tolist()]
 
 
 class Simulation:
@@ -149,8 +159,7 @@ class Simulation:
         n_groups = int(self.layers["group"].max()) + 1
         self.by_slots, c_slots = slots is not None, None
         if slots is not None:
-            pairs = np.broadcast_to(np.asarray(slots, np.int32), (n_groups, 2))
-            c_slots = (ctypes.c_int32 * (2 * n_groups))(*pairs.reshape(-1).tolist())
+            c_slots = (ctypes.c_int32 * (2 * n_groups))(*_slot_pairs(slots, n_groups))
         self.h = b.hobbit_simulate(_pointer(self.layers), len(self.layers), params, c_slots)
         if not self.h:
             raise ValueError(_error())

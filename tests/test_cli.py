@@ -45,8 +45,11 @@ def test_help_and_version(hobbit):
                                   ("run", "m", "--policy", "best"), ("bench",), ("convert",)])
 def test_wrong_usage(hobbit, argv):
     status, out, err = hobbit(*argv)
-    assert status == 2 and out == "" and "usage:" in err
+    assert status == 2 and out == "" and ("usage:" in err or err == "error: hobbit run knows no --nonsense (hobbit run --help)\n")
 
+
+def test_help_is_a_command(hobbit):
+    assert hobbit("help") == hobbit("--help")
 
 # --- run --------------------------------------------------------------------------------------
 
@@ -101,8 +104,15 @@ def test_sampling(hobbit, dual):
     assert hobbit(*argv, "--temp", 2)[1] != greedy
     for only_the_first in (("--top-k", 1), ("--top-p", 1e-6), ("--min-p", 1)):
         assert hobbit(*argv, "--temp", 2, *only_the_first)[1] == greedy
+    word = greedy.split()[-3]
+    assert hobbit(*argv, "--temp", 0, "--stop", word)[1].strip() == greedy[:greedy.index(word)].strip()
     loose, strict = (hobbit(*argv[:5], 60, *argv[6:], "--temp", 0, *more)[1].split() for more in ((), ("--repeat-penalty", 50)))
     assert len(loose) - len(set(loose)) > 3 > len(strict) - len(set(strict))
+
+
+def test_a_full_context_is_said(hobbit, dual):
+    status, _, err = hobbit("run", dual, "-p", "Once upon a time", "-n", 300, "--ctx", 256, "--threads", 1, "--temp", 0)
+    assert status == 0 and err.startswith("[the context of 256 tokens is full: --ctx gives more]\n[prompt ")
 
 
 def test_settings_in_the_environment_are_not_taken_in_silence(hobbit, dual, monkeypatch):
@@ -128,10 +138,15 @@ def test_settings_in_the_environment_are_not_taken_in_silence(hobbit, dual, monk
     (("{dual}", "-p", "x", "--min-p", "nan"), "--min-p must be from 0 to 1"),
     (("{dual}", "-p", "x", "--top-k", "-1"), "--top-k must be 0 or more"),
     (("{dual}", "-p", "x", "--repeat-penalty", "0"), "--repeat-penalty must be above 0"),
+    (("{dual}", "-p", "x", "--seed", "-1"), "--seed must be from 0 to 4294967295"),
+    (("{dual}", "-p", "x", "--threads", "100000"), "--threads must be from -1 to 512"),
+    (("{dual}", "-p", "x", "--system", "Be brief."), "--system needs a chat template, and .* has none"),
+    (("{dual}", "-p", "x", "--cache", "1KiB"), "--cache is '1KiB', less than any model needs"),
+    (("{dual}", "-p", "x", "--cache", "9" * 400 + ".5GiB"), "--cache is '99999"),
     (("{dual}", "-p", "x", "--ctx", "0"), "--ctx must be at least 1"),
     (("{dual}", "-p", "x", "--threads", "0"), "--threads must be at least 1"),
     (("{dual}", "-p", "x", "--chat"), "has no chat template"),
-    (("{dual}", "-p", "word " * 400, "--ctx", "32"), "exceed context window of 256"),
+    (("{dual}", "-p", "word " * 400, "--ctx", "32"), "exceed context window of 256: give a larger --ctx"),
     (("{dual}", "-f", "nothing.txt"), "nothing.txt: No such file"),
     (("{dual}", "-p", "\udcff"), "not valid UTF-8"),
     (("{source}", "-p", "x", "--cache", "1GiB"), "is an ordinary GGUF"),

@@ -16,7 +16,7 @@ from gguf_tools.reader import Reader
 from hobbit_cpp import _convert_hf
 from hobbit_cpp.convert import ConvertError, convert, main
 
-needs_torch = pytest.mark.skipif(bool(_convert_hf.missing()), reason=f"needs {', '.join(_convert_hf.NEEDED)} (pip install 'hobbit-cpp[hf]')")
+needs_torch = pytest.mark.skipif(bool(_convert_hf.missing()), reason=f"needs {', '.join(_convert_hf.NEEDED)} (pip install '.[hf]')")
 SHAPE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
          "num_experts_per_tok": 2, "max_position_embeddings": 512, "initializer_range": 0.1}
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

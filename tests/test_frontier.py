@@ -325,7 +325,7 @@ def test_speed_of_misses_in_host_memory(models, miss, speed):
 def test_without_the_library(hobbit, work, monkeypatch):
     monkeypatch.setitem(sys.modules, "altair", None)
     status, _, err = hobbit("frontier", engine.DEFAULT_MODEL, "--text", engine.SAMPLE_TEXT, "--work", work, "--cache", "50%", "--png", "x.png")
-    assert status == 1 and "drawing needs altair and vl-convert-python" in err and "pip install 'hobbit-cpp[plot]'" in err
+    assert status == 1 and "drawing needs altair and vl-convert-python" in err and "pip install '.[plot]'" in err
 
 
 def test_pictures(report, tmp_path):

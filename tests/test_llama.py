@@ -7,6 +7,7 @@ import io
 import math
 import os
 import pathlib
+import json
 import pickle
 import shutil
 import subprocess
@@ -124,6 +125,8 @@ def test_unknown_keyword(dual):
     ("policy_weights", [1, 1, 1, -1], ValueError), ("policy_weights", "1111", TypeError), ("policy_weights", [1, 1, 1, "1"], TypeError),
     ("skip_mass", -0.1, ValueError), ("skip_mass", "all", TypeError), ("low_fraction", 1.1, ValueError), ("low_fraction", False, TypeError), ("n_io_threads", 0, ValueError), ("n_io_threads", 65, ValueError),
     ("n_io_threads", 4.0, TypeError), ("direct_io", 1, TypeError), ("force_miss", "no", TypeError),
+    ("t1", 10**400, ValueError), ("cache_bytes", "9" * 400 + ".5GiB", ValueError), ("n_threads", 100_000, ValueError), ("n_threads_batch", 2.5, TypeError),
+    ("n_batch", -4, ValueError), ("n_ubatch", 0, ValueError), ("type_k", 999, ValueError), ("kv_overrides", {5: 1}, TypeError), ("kv_overrides", ["x"], TypeError),
 ])
 def test_wrong_values(dual, name, value, error):
     with pytest.raises(error, match=name) as info:
@@ -527,6 +530,15 @@ def test_exception_in_a_hook_comes_out(dual, capfd, hook, error):
     assert capfd.readouterr().err == ""
 
 
+def test_loading_in_an_event_hook_is_refused(dual):
+    with load(dual, cache_bytes="30%") as llm:
+        llm.set_hooks(event=lambda kind, layer, expert, *_: kind == "evict" and llm.prefetch(layer, expert))
+        with pytest.raises(RuntimeError, match="an event hook must not load experts"):
+            text(llm, 40)
+        llm.set_hooks()
+        assert text(llm, 4)
+
+
 def test_running_the_model_in_a_hook_is_refused(dual):
     with load(dual) as llm:
         llm.set_hooks(prefetch=lambda *_: llm.eval([1]))
@@ -570,7 +582,31 @@ def test_everything_after_close_is_an_error(dual):
             use()
 
 
+def test_numpy_values_are_settings(dual):
+    with load(dual, cache_bytes=np.int64(9_000_000), host_copies=np.bool_(False), t1=np.float32(0.5)) as llm:
+        json.dumps(llm.offload_stats())
+    with pytest.raises(ValueError, match="miss='cpu' computes from copies"):
+        load(dual, host_copies=np.bool_(False), miss="cpu")
+
+
+def test_where_all_fit_nothing_is_lossy_and_each_is_read_once(dual):
+    with load(dual, cache_bytes="100%") as probe:
+        everything = probe.offload_stats()["budget"]
+    with load(dual, cache_bytes=everything["high_bytes"] + everything["floor_bytes"], t1=0.3, t2=0.6) as llm, load(dual, cache_bytes="min", t1=1.0) as high:
+        assert text(llm, 60) == text(high, 60)
+        totals = llm.offload_stats()["totals"]
+        assert totals["wanted_low"] and totals["wanted_skip"]
+        assert totals["skips"] == totals["evictions"] == totals["loads_low"] == totals["hits_low"] == 0 and totals["bytes_read"] <= everything["high_bytes"]
+
+
 def test_pickle_brings_the_settings_back(dual):
+    with load(dual, policy_weights=[1, 2, 3, 4]) as llm:
+        llm.set_policy("lru")
+        with pickle.loads(pickle.dumps(llm)) as twin:
+            assert twin.policy == "lru"
+        llm.set_policy("hobbit")
+        with pickle.loads(pickle.dumps(llm)) as twin:
+            assert twin.offload_stats()["settings"]["policy_weights"] == llm.offload_stats()["settings"]["policy_weights"] == [1, 2, 3, 4]
     with load(dual, t1=0.5, cache_bytes="30%", policy="lcu", n_io_threads=2) as llm:
         llm.thresholds = (0.25, 0.5)
         with pickle.loads(pickle.dumps(llm)) as twin:

@@ -126,6 +126,11 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
     ("completions", '{"prompt": "x", "temperature": NaN}', 400, "temperature"),
     ("completions", {"prompt": "x", "top_p": 2}, 400, "top_p"),
     ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
+    ("completions", {"max_tokens": 5}, 400, "prompt"),
+    ("completions", {"prompt": "x", "stop": [""]}, 400, "an empty text stops before the first token"),
+    ("completions", {"prompt": "x", "logprobs": 0}, 400, "--logits-all"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True}, 400, "--logits-all"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "content must be text"),
     ("completions", {"prompt": "x", "seed": -5}, 400, "seed"),
     ("completions", {"prompt": "x", "best_of": 2}, 400, "must be 1"),
     ("completions", {"prompt": "x", "logprobs": 2}, 400, "logprobs"),
@@ -145,6 +150,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
     ("chat/completions", {**CHAT, "response_format": {"type": "json_object", "schema": {"type": "nonsense"}}}, 400, "JSON schema"),
     ("chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, 400, "json_schema needs"),
     ("embeddings", {}, 400, "input"),
+    ("embeddings", {"input": []}, 400, "nothing to embed"),
     ("embeddings", {"input": "x", "dimensions": 3}, 400, "dimensions"),
     ("nothing", {}, 404, ""),
 ])
@@ -186,6 +192,15 @@ def test_size_of_requests(dual):
         assert answer["usage"]["completion_tokens"] == 3
         assert server.post("/v1/chat/completions", CHAT)[0] == 400  # no template
         assert server.post("/v1/embeddings", {"input": "x"})[0] == 400
+
+
+def test_log_probabilities(dual):
+    with Server(dual, "--cache", "50%", "--ctx", 128, "--chat-format", "chatml", "--logits-all") as server:
+        for stream in False, True:
+            assert b'"logprobs":{' in server.ask("POST", "/v1/completions", json.dumps({"prompt": "x", "max_tokens": 2, "logprobs": 1, "stream": stream}),
+                                                 {"Content-Type": "application/json"})[1]
+        status, answer = server.post("/v1/chat/completions", {**CHAT, "max_tokens": 2, "logprobs": True, "top_logprobs": 1})
+        assert status == 200 and answer["choices"][0]["logprobs"]
 
 
 def test_api_keys(dual):

@@ -96,4 +96,4 @@ def test_without_the_packages(missing):
             status = main(["serve", "x.gguf"])
         print(status, err.getvalue())
     """)
-    assert out.startswith(f"1 error: hobbit serve needs more packages ({missing}") and "pip install 'hobbit-cpp[server]'" in out
+    assert out.startswith(f"1 error: hobbit serve needs more packages ({missing}") and "pip install '.[server]'" in out

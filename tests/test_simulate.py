@@ -133,6 +133,21 @@ def test_files_that_are_no_traces(content, message, tmp_path):
         s.read_trace(path)
 
 
+@pytest.mark.parametrize("slots, error", [((2**40, 2), ValueError), ((4.7, 2.2), TypeError), ((4,), ValueError), ([(4, 1), (4, 1)], ValueError)])
+def test_slots_are_pairs(recorded, slots, error):
+    with pytest.raises(error, match="slots must be"):
+        s.Simulation(s.read_trace(recorded), slots=slots)
+
+
+def test_layers_that_are_damaged(recorded):
+    trace = s.read_trace(recorded)
+    far = trace.layers.copy()
+    far["group"][0] = 2**30
+    for layers in far, trace.layers[:0]:
+        with pytest.raises(ValueError, match="the trace is damaged"):
+            s.Simulation(trace, layers, slots=(4, 1))
+
+
 def test_truncated_trace(recorded, tmp_path):
     for n in (-200, 3000):
         (tmp_path / "t.npy").write_bytes(recorded.read_bytes()[:n])
