@@ -56,6 +56,7 @@ def add_parsers(commands) -> None:
 def trace(args) -> int:
     from ._cli_run import open_model
     from ._load import check_path, read_metadata
+    from ._paths import check_folder, check_text
     from ._progress import Progress
 
     for name, least in (("tokens", 1), ("window", 2)):
@@ -63,6 +64,8 @@ def trace(args) -> int:
             raise ValueError(f"--{name} must be at least {least}, not {getattr(args, name)}")
     if os.path.exists(args.output) and not args.force:
         raise ValueError(f"{args.output} exists: give --force to overwrite it")
+    check_folder(args.output)
+    check_text(args.text)
     with open(args.text, "rb") as f:
         text = f.read()
     if read_metadata(check_path(args.model)).get("hobbit.role") is None:

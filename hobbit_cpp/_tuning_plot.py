@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ._paths import check_folder
 from ._tuning_models import shown
 
 WIDTH, HEIGHT = 560, 380  # points
@@ -15,9 +16,7 @@ def check(paths) -> None:
         kind = os.path.splitext(path)[1].lower()
         if kind not in (".png", ".html"):
             raise ValueError(f"{path} is no name for a picture: --png takes NAME.png, --html NAME.html")
-        folder = os.path.dirname(path) or "."
-        if not os.path.isdir(folder):
-            raise ValueError(f"the folder {folder} does not exist")
+        check_folder(path)
     _altair()
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from . import waterfill
 from ._calibrate_search import SKIP_AT, Finalist, choose, grid, judge_types, shortlist, standing
 from ._evaluate_stats import Value
+from ._paths import check_folder, check_text
 from ._progress import Progress
 from ._tuning_measure import N_CTX, Bench, Measured, Setting, budget_bytes, check_budget, spread
 from ._tuning_models import Models, shown
@@ -192,13 +193,10 @@ def calibrate(model, *, text, budget, max_kl: float, types=None, n_ctx: int = N_
         output = os.fspath(output)
         if not output.endswith(".gguf"):
             raise ValueError(f"the output must be called NAME.gguf, not {output}")
-        folder = os.path.dirname(os.path.abspath(output))
-        if not os.path.isdir(folder):
-            raise ValueError(f"the folder {folder} does not exist")
+        check_folder(output)
         if os.path.exists(output) and not force:
             raise ValueError(f"{output} exists already: give another output name, or --force to replace it")
-    with open(text, "rb"):  # told before models are made
-        pass
+    check_text(text)  # before models are made
     with Models(model, work, threads=arguments.get("n_threads"), progress=progress, say=say) as models:
         ladder = models.ladder(types)
 

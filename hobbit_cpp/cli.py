@@ -76,6 +76,8 @@ def llama_arguments(args) -> dict:
 
         if not llama_cpp.llama_supports_gpu_offload():
             raise ValueError("--gpu-layers: this build has no GPU back end, or there is no GPU; for NVIDIA's build with CMAKE_ARGS=-DGGML_CUDA=ON make setup")
+    if args.unified_memory == "on" and not args.gpu_layers:
+        raise ValueError("--unified-memory on is about a GPU: give --gpu-layers")
     given = {"t1": args.t1, "t2": args.t2, "skip_mass": args.skip_mass, "cache_bytes": args.cache, "policy": args.policy, "low_fraction": args.low_fraction,
              "n_io_threads": args.io_threads, "direct_io": False if args.no_direct_io else None,
              "host_copies": {"all": True, "none": False}.get(args.host_copies, args.host_copies), "miss": args.miss,

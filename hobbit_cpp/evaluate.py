@@ -25,6 +25,7 @@ from . import _load
 from ._evaluate_report import TITLES, Report, Run
 from ._evaluate_run import Runner, Store, text_chunks
 from ._evaluate_stats import Divergence, TextScores, Value
+from ._paths import check_text
 from ._progress import Progress
 from .llama import Llama
 from .settings import DEFAULTS, check_int
@@ -135,8 +136,7 @@ class _Work:
         n_pairs = None if n_pairs is None else check_int("n_pairs", n_pairs, 1, 2**31 - 1)
         self.pairs = None if pairs is None else pairs_.read_pairs(pairs, n_pairs)
         if text is not None:
-            with open(text, "rb"):  # what cannot be read is told before a model is loaded
-                pass
+            check_text(text)  # before a model is loaded
 
     @property
     def first(self) -> int:

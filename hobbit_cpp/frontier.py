@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 
 from ._evaluate_stats import Value
+from ._paths import check_text
 from ._tuning_measure import N_CTX, Bench, Measured, Setting, budget_bytes, check_budget, spread
 from ._tuning_models import Models, shown
 from ._tuning_pareto import at_equal_loss, pareto
@@ -166,8 +167,7 @@ def frontier(model, *, text, cache, types=None, pairs=None, thresholds=THRESHOLD
     check_number("low_fraction", low_fraction, 0, 1)
     if speed is not None:
         check_number("speed", speed, 1, unit=" bytes/s")
-    with open(text, "rb"):  # told before models are made
-        pass
+    check_text(text)  # before models are made
     with Models(model, work, threads=arguments.get("n_threads"), progress=progress, say=say) as models:
         names = models.ladder(types)
         pairs = [p for p in default_pairs(names) if models.possible(*p)] if pairs is None else [tuple(models.check(t) for t in p) for p in pairs]

@@ -23,6 +23,7 @@ from gguf_tools.writer import StreamWriter
 from . import _libs, _load
 from ._convert_plan import EXPERT_NAME
 from ._evaluate_run import text_chunks
+from ._paths import check_folder, check_text
 from ._progress import Progress
 from .errors import HobbitError
 from .llama import Llama
@@ -114,6 +115,8 @@ def imatrix(model, text, out, *, n_ctx: int = N_CTX, chunks: int | None = None, 
     n_ctx = check_int("n_ctx", n_ctx, 16, 2**31 - 1)
     chunks = None if chunks is None else check_int("chunks", chunks, 1, 2**31 - 1)
     _check_model(path)
+    check_folder(out)
+    check_text(text)
     if os.path.lexists(out) and not force:
         raise ValueError(f"{out} exists already: give another output name, or force (--force) to replace it")
     seen = _Collector()

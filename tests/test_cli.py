@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shutil
 import select
 import signal
 import subprocess
@@ -277,6 +278,29 @@ def test_a_prompt_that_is_no_text(hobbit, dual, tmp_path):
     assert hobbit("run", dual, "-f", tmp_path / "latin1.txt")[2] == f"error: {tmp_path / 'latin1.txt'} is not valid UTF-8\n"
     done = subprocess.run([*HOBBIT, "run", str(dual)], input=b"caf\xe9\n", capture_output=True, timeout=60)
     assert done.returncode == 1 and done.stderr == b"error: standard input is not valid UTF-8\n"
+
+
+def test_a_linked_pair_without_its_source(hobbit, tmp_path):
+    source = tmp_path / "src.gguf"
+    shutil.copy(SOURCE, source)
+    assert hobbit("convert", source, "-o", tmp_path / "linked.gguf", "--link", "--quiet")[0] == 0
+    assert hobbit("run", tmp_path / "linked.gguf", "-p", "x", "-n", 1, "--threads", 1)[0] == 0
+    source.rename(tmp_path / "moved.gguf")
+    status, _, err = hobbit("run", tmp_path / "linked.gguf", "-p", "x", "-n", 1)
+    assert status == 1 and err.count("\n") == 1 and "linked.experts.gguf: its experts are read from" in err and "src.gguf, which cannot be opened: No such file" in err
+
+
+@pytest.mark.parametrize("argv, message", [
+    (("trace", "{dual}", "--text", "{text}", "-o", "{tmp}/nowhere/t.npy"), "the folder .*/nowhere does not exist"),
+    (("imatrix", "{source}", "--text", "{text}", "-o", "{tmp}/nowhere/i.gguf"), "the folder .*/nowhere does not exist"),
+    (("imatrix", "{source}", "--text", "{text}", "-o", "{tmp}/i.gguf", "--threads", "0"), "--threads must be at least 1"),
+    (("evaluate", "{dual}", "--text", "{source}"), "is no text: it has null characters"),
+    (("run", "{dual}", "-p", "x", "--unified-memory", "on"), "--unified-memory on is about a GPU: give --gpu-layers"),
+])
+def test_told_before_the_work(hobbit, dual, tmp_path, argv, message):
+    (tmp_path / "words.txt").write_text("Some words. " * 200)
+    status, out, err = hobbit(*(a.format(dual=dual, source=SOURCE, tmp=tmp_path, text=tmp_path / "words.txt") for a in argv))
+    assert (status, out) == (1, "") and err.count("\n") == 1 and re.search(message, err)
 
 
 def test_a_context_beyond_what_was_trained(hobbit, dual):

@@ -13,6 +13,7 @@
 #include <map>
 #include <stdexcept>
 #include <sys/stat.h>
+#include <unistd.h>
 
 namespace {
 
@@ -105,6 +106,9 @@ std::map<std::string, link_entry> read_links(const gguf_context * g, hobbit_side
         std::string name = gguf_get_arr_str(g, files, f);
         if (name.empty() || name[0] != '/') {
             name = folder_of(path) + name;
+        }
+        if (access(name.c_str(), R_OK) != 0) {
+            refuse(path, "its experts are read from " + name + ", which cannot be opened: " + strerror(errno));
         }
         if (file_size(name) != sizes[f]) {
             refuse(name, "has another size than when " + path + " was made: convert again");
