@@ -134,7 +134,7 @@ def test_packages_that_are_missing(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "model.safetensors").write_bytes(b"x")
     monkeypatch.setattr(_convert_hf, "missing", lambda: list(_convert_hf.NEEDED))
-    with pytest.raises(ConvertError, match=r"needs the Python packages torch, transformers, sentencepiece: pip install 'hobbit-cpp\[hf\]'"):
+    with pytest.raises(ConvertError, match=r"needs the Python packages torch, transformers, sentencepiece: pip install '\.\[hf\]'"):
         convert(tmp_path, tmp_path / "o.gguf")
 
 
