@@ -106,7 +106,7 @@ enum hobbit_budget {
 };
 
 struct hobbit_params {
-    float    t1;                // s <= t1 -> high; t1 >= 1 turns mixed precision off
+    float    t1;                // s <= t1 -> high; t1 >= 1 turns mixed precision off, as slots for all experts of a group of layers do there
     float    t2;                // t1 < s <= t2 -> low; s > t2 -> skip
     int32_t  policy;            // enum hobbit_policy
     float    policy_weights[4]; // HOBBIT_POLICY_HOBBIT: recency, frequency, high uses, layer distance; >= 0, sum > 0
