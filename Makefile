@@ -25,7 +25,7 @@ SEED        ?= 1
 SECONDS_OF_SOAK ?= 3600
 SANITIZED_TESTS ?= tests/test_identity.py tests/test_llama_features.py tests/test_llama_threads.py
 TSAN_TESTS  ?= tests/test_llama_threads.py tests/test_io_faults.py $(addprefix tests/test_identity.py::test_,two_contexts_take_turns two_threads_on_one_model two_models_at_once) \
-    $(addprefix tests/test_llama.py::test_,two_at_once prefetch_from_a_hook event_hook_agrees_with_statistics)
+    tests/test_llama.py::test_two_at_once $(addprefix tests/test_llama_running.py::test_,prefetch_from_a_hook event_hook_agrees_with_statistics)
 JOBS        ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 CMAKE_ARGS  ?=
 export CMAKE_ARGS
