@@ -125,5 +125,7 @@ def settings(flags: Dict[str, Any], config: Optional[str] = None, environment=os
         if first["type"] == "missing":
             raise ValueError(f"no {key} is given: hobbit serve MODEL.gguf, {PREFIX}{key.upper()}, or {key} in the configuration file") from None
         where = {"": f"--{key.replace('_', '-')}", "environment": PREFIX + key.upper()}.get(origin.get(key), f"{origin.get(key)}: {key}")
-        what = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"][0].lower() + first["msg"][1:]
-        raise ValueError(f"{where}: {what}" + ("" if key == "api_key" or first["type"] == "extra_forbidden" else f", not {first['input']!r}")) from None
+        said = first["msg"].removeprefix("Value error, ")
+        what = "there is no such setting" if first["type"] == "extra_forbidden" else said[0].lower() + said[1:]
+        secret = key == "api_key" or first["type"] == "extra_forbidden"
+        raise ValueError(f"{where}: {what}" + ("" if secret or repr(first["input"]) in said else f", not {first['input']!r}")) from None
