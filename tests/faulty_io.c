@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,6 +15,7 @@
 enum { NONE, ERROR, SHORT, INTERRUPT, DELAY, END };
 
 static char path_part[256];
+static pthread_mutex_t path_lock = PTHREAD_MUTEX_INITIALIZER; // a read of before may still look
 static _Atomic int kind, number, milliseconds, after, left;
 static _Atomic long first_byte, end_byte;
 static _Atomic long hits;
@@ -23,7 +25,9 @@ static _Atomic long hits;
 // them (-1: all).
 void faults_set(const char * part, int new_kind, int new_number, int ms, long first, long end, int n_before, int n_times) {
     kind = NONE;
+    pthread_mutex_lock(&path_lock);
     snprintf(path_part, sizeof(path_part), "%s", part);
+    pthread_mutex_unlock(&path_lock);
     number = new_number;
     milliseconds = ms;
     first_byte = first;
@@ -49,7 +53,10 @@ static int mine(int fd, long from, size_t n) {
         return 0;
     }
     path[length] = 0;
-    if (!strstr(path, path_part) || after-- > 0) {
+    pthread_mutex_lock(&path_lock);
+    const int ours = strstr(path, path_part) != NULL;
+    pthread_mutex_unlock(&path_lock);
+    if (!ours || after-- > 0) {
         return 0;
     }
     after = 0;
