@@ -111,7 +111,7 @@ class Limits:
 
 def to_json(value) -> str:
     """llama_cpp's log probabilities are NumPy's."""
-    return json.dumps(value, default=float, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return json.dumps(value, default=float)
 
 
 class PlainJSON(JSONResponse):

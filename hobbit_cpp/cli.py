@@ -186,8 +186,9 @@ _FLAGS = {"cache_bytes": "--cache", "n_ctx": "--ctx", "n_io_threads": "--io-thre
 _NAMES = re.compile(rf"(?<![\w./-])({'|'.join(_FLAGS)})(?![\w./-])")
 
 
-def _told(message) -> str:
-    text = _NAMES.sub(lambda m: _FLAGS[m[1]], str(message))
+def _told(message, command: str = "") -> str:
+    flags = {**_FLAGS, "cache_bytes": "--budget"} if command == "calibrate" else _FLAGS
+    text = _NAMES.sub(lambda m: flags[m[1]], str(message))
     return f"{text}: give a larger --ctx" if "exceed context window" in text else text
 
 
@@ -198,13 +199,15 @@ def _silence_stdout() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    command = argv[0] if argv else ""
     try:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # a result is not lost for a character that the terminal's encoding lacks
                 stream.reconfigure(errors="replace")
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: print(f"warning: {_told(message)}", file=sys.stderr)
-            status = _command(sys.argv[1:] if argv is None else argv)
+            warnings.showwarning = lambda message, *_, **__: print(f"warning: {_told(message, command)}", file=sys.stderr)
+            status = _command(argv)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -219,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}" if error.filename and error.strerror else f"error: {error}", file=sys.stderr)
     except (HobbitError, ImportError, RuntimeError, TypeError, ValueError) as error:
-        print(f"error: {_told(error)}", file=sys.stderr)
+        print(f"error: {_told(error, command)}", file=sys.stderr)
     return 1
 
 

@@ -137,6 +137,7 @@ def test_output_and_what_is_refused(hobbit, work, tmp_path):
     assert f"[profile {tmp_path / 'out.profile.json'}: " in hobbit("run", out, "-p", "x", "-n", 1, "--ctx", 64)[2]
     for more, words in ((("--max-kl", 10, "-o", out), "exists already"), (("--max-kl", 10, "-o", tmp_path / "out"), "must be called NAME.gguf"),
                         (("--max-kl", 10, "-o", tmp_path / "nowhere" / "out.gguf"), "nowhere does not exist"),
+                        (("--max-kl", 10, "--budget", "banana"), "--budget is 'banana': give a size"),
                         (("--max-kl", 0), "--max-kl must be"), (("--max-kl", "nan"), "--max-kl must be"), (("--max-kl", 10, "--budget", "min"), "differs between types"),
                         (("--max-kl", 10, "--budget", "8KiB"), "give more --budget"), (("--max-kl", 10, "--chunks", 500), "chunks")):
         status, text, err = hobbit(*argv, *more)

@@ -197,7 +197,7 @@ def test_size_of_requests(dual):
 def test_log_probabilities(dual):
     with Server(dual, "--cache", "50%", "--ctx", 128, "--chat-format", "chatml", "--logits-all") as server:
         for stream in False, True:
-            assert b'"logprobs":{' in server.ask("POST", "/v1/completions", json.dumps({"prompt": "x", "max_tokens": 2, "logprobs": 1, "stream": stream}),
+            assert b'"logprobs": {' in server.ask("POST", "/v1/completions", json.dumps({"prompt": "x", "max_tokens": 2, "logprobs": 1, "stream": stream}),
                                                  {"Content-Type": "application/json"})[1]
         status, answer = server.post("/v1/chat/completions", {**CHAT, "max_tokens": 2, "logprobs": True, "top_logprobs": 1})
         assert status == 200 and answer["choices"][0]["logprobs"]

@@ -129,7 +129,7 @@ void engine::begin_graph() {
     loader_.clear_error();
     aborted_ = false;
     pass_++;
-    for (pool & p : pools_) {
+    for (pool & p : pools_) { // a policy may look at the number, and loads may be asked for before the first route()
         p.reorder();
     }
     graph_t0_ = now_us();

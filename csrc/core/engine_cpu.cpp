@@ -35,7 +35,7 @@ void engine::rank_ahead() {
     try {
         pl.rank_ahead(*policy_, ctx);
     } catch (const std::bad_alloc &) { // it is done in its turn, if there is memory then
-        pl.forget_ahead();
+        pl.reorder();
     }
     hold(1);
 }
